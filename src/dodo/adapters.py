@@ -1,0 +1,200 @@
+"""LoRA phi (encoder) and theta (decoder) on one frozen base: the only file that imports PEFT.
+
+Paper: Section 2.3 ("we assign separate parameters to the encoder and decoder"), Section 3 (two LoRA adapters, disabled for the
+scorer's features).
+
+Switching is done on PEFT's own layers without touching `requires_grad`, so that one backward pass reaches both adapters.
+Under gradient checkpointing the recomputation runs with the adapter that was on in the forward pass.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Literal
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dodo.architecture import lora_targets
+from dodo.config import LoraSettings
+from dodo.errors import InputError
+
+__all__ = ["PHI", "THETA", "AdapterName", "Adapters"]
+
+AdapterName = Literal["phi", "theta"]
+PHI: AdapterName = "phi"
+THETA: AdapterName = "theta"
+
+
+class Adapters:
+    """Both adapters of one base, which they freeze and wrap in place.
+
+    Args:
+        base: the language model; its parameters stop requiring gradients.
+        encoder: settings of phi.
+        decoder: settings of theta.
+        seed: of the fresh weights. Fresh adapters change nothing: their B matrices are zero.
+    """
+
+    def __init__(self, base: PreTrainedModel, *, encoder: LoraSettings, decoder: LoraSettings, seed: int = 0) -> None:
+        self.base = base
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*multiple adapters.*")
+            torch.manual_seed(seed)
+            self.peft: PeftModel = get_peft_model(base, _lora_config(base, encoder), adapter_name=PHI)
+            self.peft.add_adapter(THETA, _lora_config(base, decoder))
+        self._layers = [module for module in base.modules() if isinstance(module, LoraLayer)]
+        self._merged: dict[str, tuple[tuple[int, ...], list[Tensor]]] = {}
+        self.current: AdapterName | None = None
+        self._switch(None)
+        for parameter in self.parameters():
+            parameter.requires_grad_(True)
+
+    def parameters(self, name: AdapterName | None = None) -> list[torch.nn.Parameter]:
+        """LoRA matrices of one adapter, or of both."""
+        return [p for _, p in self.named_parameters(name)]
+
+    def named_parameters(self, name: AdapterName | None = None) -> list[tuple[str, torch.nn.Parameter]]:
+        """The same with their names in the base."""
+        wanted = (name,) if name else (PHI, THETA)
+        return [
+            (key, parameter)
+            for key, parameter in self.base.named_parameters()
+            if ".lora_" in key and any(f".{adapter}." in key for adapter in wanted)
+        ]
+
+    # -- switching
+
+    @contextmanager
+    def use(self, name: AdapterName | None) -> Iterator[None]:
+        """Run the base with one adapter on, or with none; what was on before is on again afterwards."""
+        before = self.current
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, name: AdapterName | None) -> None:
+        for layer in self._layers:
+            layer._disable_adapters = name is None
+            if name is not None:
+                layer._active_adapter = [name]
+        self.current = name
+
+    @contextmanager
+    def merged(self, name: AdapterName) -> Iterator[None]:
+        """Like `use`, for inference: the adapter's weights are added into copies of the base's, which are kept for next time.
+
+        Costs one more copy of the adapted weights and gives the speed of the plain base. The base's own weights are put back
+        bit by bit. A base that can't be merged (quantised) or does not fit twice runs with the adapter beside it.
+        """
+        if torch.is_grad_enabled() or not self._mergeable(name):
+            with self.use(name):
+                yield
+            return
+        weights = self._merged_weights(name)
+        originals = [layer.get_base_layer().weight.data for layer in self._layers]
+        with self.use(None):
+            try:
+                for layer, weight in zip(self._layers, weights, strict=True):
+                    layer.get_base_layer().weight.data = weight
+                yield
+            finally:
+                for layer, weight in zip(self._layers, originals, strict=True):
+                    layer.get_base_layer().weight.data = weight
+
+    def forget_merged(self) -> None:
+        """Free the copies that `merged` keeps."""
+        self._merged.clear()
+
+    def _merged_weights(self, name: AdapterName) -> list[Tensor]:
+        versions = tuple(parameter._version for parameter in self.parameters(name))
+        known = self._merged.get(name)
+        if known is None or known[0] != versions:
+            weights = []
+            for layer in self._layers:
+                weight = layer.get_base_layer().weight.data
+                if name in layer.lora_A:
+                    weight = (weight.float() + layer.get_delta_weight(name).float()).to(weight.dtype)
+                weights.append(weight)
+            self._merged[name] = (versions, weights)
+        return self._merged[name][1]
+
+    def _mergeable(self, name: AdapterName) -> bool:
+        weights = [layer.get_base_layer().weight for layer in self._layers]
+        if any(not weight.is_floating_point() or weight.device.type == "meta" for weight in weights):
+            return False
+        if name in self._merged:
+            return True
+        return _free_bytes(weights[0].device) > 1.5 * sum(weight.numel() * weight.element_size() for weight in weights)
+
+    # -- training
+
+    def checkpoint_gradients(self) -> None:
+        """Recompute the base's layers in the backward pass, each with the adapter that its forward pass had."""
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), self.use(self.current)
+
+        arguments: dict[str, bool | Callable[[], object]] = {"use_reentrant": False, "context_fn": contexts}
+        self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+
+    # -- files
+
+    def save(self, folder: Path) -> None:
+        """Write PEFT's own folders, `folder/phi` and `folder/theta`."""
+        self.peft.save_pretrained(str(folder), selected_adapters=[PHI, THETA], save_embedding_layers=False)
+        for name in (PHI, THETA):  # PEFT's template card says nothing; the set's own card stands beside the folders
+            (folder / name / "README.md").unlink(missing_ok=True)
+        (folder / "README.md").unlink(missing_ok=True)
+
+    def load(self, folder: Path) -> None:
+        """Read them back.
+
+        Raises:
+            InputError: a folder is missing, or its rank or targets are not the configured ones.
+        """
+        for name in (PHI, THETA):
+            if not (folder / name / "adapter_model.safetensors").is_file():
+                raise InputError(f"{folder} has no adapter {name}: there is no {name}/adapter_model.safetensors")
+            try:
+                with self._all_listed():
+                    result = self.peft.load_adapter(str(folder / name), adapter_name=name, is_trainable=True)
+            except RuntimeError as error:
+                raise InputError(f"{folder / name} does not fit this base and configuration: {error}") from None
+            missing = [key for key in getattr(result, "missing_keys", []) if f".{name}." in key]
+            if missing:
+                raise InputError(f"{folder / name} lacks {len(missing)} weights, the first of them {missing[0]}")
+        self._switch(self.current)
+        for parameter in self.parameters():
+            parameter.requires_grad_(True)
+
+    @contextmanager
+    def _all_listed(self) -> Iterator[None]:
+        with warnings.catch_warnings(), contextlib.ExitStack():
+            warnings.filterwarnings("ignore", message=".*(multiple adapters|already exists|missing adapter keys).*")
+            yield
+
+
+def _lora_config(base: PreTrainedModel, settings: LoraSettings) -> LoraConfig:
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=lora_targets(base.config, settings.targets),
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,201 @@
+"""What Dodo needs to know of a base model: which families work, their layers, windows, rotations, projections.
+
+Together with `attention` the only code that touches transformers' internals. A family is supported when it is in `FAMILIES`
+and the tests hold for it; all others are refused by name, with the reason where there is one.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from dodo.errors import InputError, UnsupportedModelError
+from dodo.rotary import Rotary
+
+__all__ = [
+    "FAMILIES",
+    "FeatureLayers",
+    "backbone",
+    "check_supported",
+    "layer_windows",
+    "lora_targets",
+    "rotary_of",
+    "window_of",
+]
+
+FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
+"""`config.model_type` of the families that the tests cover."""
+
+_QKV = {"phi3": ("qkv_proj",)}
+_MLP_AND_OUTPUT = {"phi3": ("o_proj", "gate_up_proj", "down_proj")}
+
+_REASONS = {
+    "gemma3": "it is the vision-language model; load its text model (model type gemma3_text)",
+    "gpt2": "learned absolute positions: its nuggets could not be moved or joined",
+}
+
+
+def check_supported(config: PreTrainedConfig, *, allow_untested: bool = False) -> None:
+    """Refuse a base whose keys and values can't stand for its past, or that has not been tested.
+
+    Args:
+        config: the base's configuration.
+        allow_untested: let families outside `FAMILIES` through if nothing in their configuration speaks against them.
+
+    Raises:
+        UnsupportedModelError: names the family and the reason.
+    """
+    family = config.model_type
+    reason = _REASONS.get(family) or _structural_reason(config)
+    if reason:
+        raise UnsupportedModelError(f"base models of type {family!r} can't hold nuggets: {reason}")
+    if family not in FAMILIES and not allow_untested:
+        raise UnsupportedModelError(
+            f"base models of type {family!r} are not tested with dodo; tested are {', '.join(FAMILIES)} "
+            "(pass allow_untested=True to try it)"
+        )
+
+
+def _structural_reason(config: PreTrainedConfig) -> str | None:
+    layer_types = set(getattr(config, "layer_types", None) or [])
+    if other := sorted(layer_types - {"full_attention", "sliding_attention"}):
+        return f"it has layers of type {', '.join(other)}, whose state is not keys and values of single tokens"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "its upper layers share the keys and values of lower ones"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder"
+    if not getattr(config, "num_attention_heads", 0) or any(
+        hasattr(config, name) for name in ("state_size", "mamba_d_state", "linear_num_key_heads", "attention_hidden_size")
+    ):
+        return "it is recurrent: its past is one state, not keys and values of single tokens"
+    if getattr(config, "kv_lora_rank", None):
+        return "its keys and values are stored in a compressed latent form"
+    return None
+
+
+def backbone(model: PreTrainedModel) -> nn.Module:
+    """The transformer without its language-model head: embeddings, `.layers`, `.norm`, `.rotary_emb`.
+
+    Raises:
+        UnsupportedModelError: the model is laid out otherwise.
+    """
+    inner = model.base_model
+    missing = [name for name in ("layers", "norm", "rotary_emb") if not hasattr(inner, name)]
+    if missing:
+        raise UnsupportedModelError(f"{type(model).__name__} has no {', '.join(missing)} where dodo expects them")
+    return inner
+
+
+def window_of(config: PreTrainedConfig) -> int:
+    """Positions within which the base's rotations are fixed.
+
+    `max_position_embeddings`; for LongRoPE (Phi) the original window, past which all its rotations change at once.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+        return int(original)
+    return int(config.max_position_embeddings)
+
+
+def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """For each layer, how many positions back its attention reaches (itself counted), or None for all.
+
+    Mirrors how transformers applies `sliding_window`: by `layer_types` where there are any, else to every layer.
+    """
+    window = getattr(config, "sliding_window", None)
+    if window is None or getattr(config, "use_sliding_window", True) is False:
+        return (None,) * config.num_hidden_layers
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return (int(window),) * config.num_hidden_layers
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def lora_targets(config: PreTrainedConfig, targets: str | tuple[str, ...]) -> list[str]:
+    """Names of the modules that LoRA adapts, for 'qkv', 'all-linear' or names given as they are."""
+    if isinstance(targets, tuple):
+        return list(targets)
+    qkv = _QKV.get(config.model_type, ("q_proj", "k_proj", "v_proj"))
+    if targets == "qkv":
+        return list(qkv)
+    return [*qkv, *_MLP_AND_OUTPUT.get(config.model_type, ("o_proj", "gate_proj", "up_proj", "down_proj"))]
+
+
+def rotary_of(model: PreTrainedModel) -> Rotary:
+    """Read the rotation frequencies of every layer off a model.
+
+    Works for every scaling whose frequencies are fixed within `window_of`, partial rotation (Phi), one rotation per layer
+    type (Gemma 3) and layers without rotation (SmolLM3).
+
+    Raises:
+        UnsupportedModelError: a layout of dimensions other than two halves.
+    """
+    embedding = backbone(model).rotary_emb
+    config = model.config
+    layers = config.num_hidden_layers
+    types = getattr(embedding, "layer_types", None)
+    per_layer = list(config.layer_types) if types else [""] * layers
+    names = sorted(set(per_layer))
+    frequencies = []
+    for name in names:
+        buffer: Tensor = getattr(embedding, f"{name}_inv_freq" if name else "inv_freq")
+        _check_halves(embedding, buffer, name)
+        frequencies.append(buffer.detach().float().cpu().clone())
+    turns = [bool(getattr(layer.self_attn, "use_rope", True)) for layer in backbone(model).layers]
+    which = tuple(names.index(per_layer[i]) if turns[i] else -1 for i in range(layers))
+    return Rotary(frequencies=tuple(frequencies), layers=which)
+
+
+def _check_halves(embedding: nn.Module, frequencies: Tensor, name: str) -> None:
+    """The model's own cosines must be those of `frequencies`, laid out as two equal halves."""
+    if frequencies.device.type == "meta":
+        return
+    x = torch.zeros(1, 1, 1, device=frequencies.device)
+    one = torch.ones(1, 1, dtype=torch.long, device=frequencies.device)
+    cos, sin = embedding(x, one, name) if name else embedding(x, one)
+    expected = torch.cat([frequencies, frequencies]).float()
+    angle = torch.atan2(sin.flatten().float(), cos.flatten().float())
+    if angle.shape != expected.shape or not torch.allclose(angle, expected, atol=1e-5):
+        raise UnsupportedModelError("the base lays out its rotary dimensions in a way that dodo does not know")
+
+
+class FeatureLayers:
+    """The first iota layers of a base, sharing its modules: what the scorer reads.
+
+    Paper: Section 2.1 (x^iota in Eq. 6). Layers above are not run, and the final norm is left out, so the result is what
+    transformers calls `hidden_states[iota]`. The caller switches adapters off.
+    """
+
+    def __init__(self, model: PreTrainedModel, feature_layer: int) -> None:
+        inner = backbone(model)
+        depth = model.config.num_hidden_layers
+        if not 1 <= feature_layer < depth:
+            raise InputError(f"feature_layer must be 1 .. {depth - 1} for a base of {depth} layers, not {feature_layer}")
+        view = copy.copy(inner)
+        view._modules = dict(inner._modules)
+        view.layers = inner.layers[:feature_layer]
+        view.norm = nn.Identity()
+        view.config = _first_layers(model.config, feature_layer)
+        self._view = view
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Hidden states after layer iota.
+
+        Args:
+            input_ids: int64 [B, T], right-padded (causal attention keeps pads out of real tokens).
+
+        Returns:
+            [B, T, d], in the base's dtype, without gradient.
+        """
+        features: Tensor = self._view(input_ids=input_ids, use_cache=False).last_hidden_state
+        return features
+
+
+def _first_layers(config: PreTrainedConfig, layers: int) -> Any:
+    shortened = copy.copy(config)
+    shortened.num_hidden_layers = layers
+    return shortened

@@ -1,0 +1,219 @@
+"""Caches and masks: how nuggets enter a transformer's attention.
+
+Paper: Eq. 13 (the decoder attends to nuggets and to its own past) and Eq. 18 (the straight-through term as part of the
+mask). Everything is expressed by positions: a query sees a key that is not later than itself and not further back than the
+layer's window. Where no window is in force and no row is padded, the base's own causal mask says the same and is used.
+
+Shapes: B batch, Q queries, S keys, K nuggets, H key/value heads, D head width.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from dodo.architecture import backbone, layer_windows
+from dodo.errors import UnsupportedModelError
+from dodo.selection import gather_tokens
+from dodo.straight_through import straight_through
+
+__all__ = [
+    "NuggetCache",
+    "SelectingCache",
+    "attention_masks",
+    "cache_argument",
+    "check_gradient_backend",
+    "windows_by_position",
+]
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Name of the keyword that takes a cache: `cache`, or `past_key_values` before transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(backbone(model).forward).parameters else "past_key_values"
+
+
+def check_gradient_backend(model: PreTrainedModel) -> None:
+    """Refuse attention backends that would drop the straight-through term or its gradient.
+
+    Raises:
+        UnsupportedModelError: the backend is neither 'sdpa' nor 'eager'.
+    """
+    backend = model.config._attn_implementation
+    if backend not in ("sdpa", "eager"):
+        raise UnsupportedModelError(
+            f"attention backend {backend!r} drops the score term that trains the scorer; "
+            "train with attn_implementation='sdpa' or 'eager' (any backend serves for inference)"
+        )
+
+
+class NuggetCache(DynamicCache):
+    """A transformers cache that begins with nuggets and knows the position of every key it holds.
+
+    key_positions: int64 [B, S]. key_mask: bool [B, S], false for padding. Both grow with `extend`.
+    """
+
+    def __init__(self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], positions: Tensor, mask: Tensor) -> None:
+        super().__init__()
+        self.layers = [DynamicLayer() for _ in keys]
+        for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
+            self.update(key, value, layer)
+        self.key_positions = positions.clone()
+        self.key_mask = mask.clone()
+
+    def extend(self, positions: Tensor, mask: Tensor) -> None:
+        """Note the positions of keys that the coming forward pass appends."""
+        self.key_positions = torch.cat([self.key_positions, positions], dim=1)
+        self.key_mask = torch.cat([self.key_mask, mask], dim=1)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.key_positions = self.key_positions.index_select(0, beam_idx.to(self.key_positions.device))
+        self.key_mask = self.key_mask.index_select(0, beam_idx.to(self.key_mask.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.key_positions = self.key_positions.repeat_interleave(repeats, dim=0)
+        self.key_mask = self.key_mask.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.key_positions = self.key_positions[indices]
+        self.key_mask = self.key_mask[indices]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        length = self.get_seq_length()
+        self.key_positions = self.key_positions[:, :length]
+        self.key_mask = self.key_mask[:, :length]
+
+
+class _SelectingLayer(DynamicLayer):
+    """Shows the whole past and present to attention, stores the selected tokens only."""
+
+    def __init__(self, indices: Tensor) -> None:
+        super().__init__()
+        self.indices = indices
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            past: tuple[Tensor, ...] = ()
+        else:
+            past = (self.keys, self.values)
+        kept = gather_tokens(key_states, self.indices), gather_tokens(value_states, self.indices)
+        if not past:
+            self.keys, self.values = kept
+            return key_states, value_states
+        self.keys, self.values = (torch.cat([p, k], dim=2) for p, k in zip(past, kept, strict=True))
+        return torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
+
+
+class SelectingCache(DynamicCache):
+    """Holds what the encoder keeps: the same tokens' keys and values in every layer (Eq. 5, 7).
+
+    The full keys and values of a layer live only while that layer runs, so encoding needs less memory than a prefill.
+
+    Args:
+        layers: number of the base's layers.
+        indices: int64 [B, K], which tokens of the coming forward pass to keep.
+        past: keys and values of earlier nuggets, one pair per layer, that the coming tokens attend to.
+    """
+
+    def __init__(
+        self, layers: int, indices: Tensor, past: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+    ) -> None:
+        super().__init__()
+        self.layers = [_SelectingLayer(indices) for _ in range(layers)]
+        if past is not None:
+            for layer, key, value in zip(self.layers, *past, strict=True):
+                layer.lazy_initialization(key, value)
+                layer.keys, layer.values = key, value
+
+    def kept(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Keys and values, one [B, H, K, D] tensor per layer."""
+        return tuple(layer.keys for layer in self.layers), tuple(layer.values for layer in self.layers)
+
+
+def attention_masks(
+    model: PreTrainedModel,
+    *,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    key_mask: Tensor,
+    scores: Tensor | None = None,
+) -> Tensor | dict[str, Tensor]:
+    """Additive masks by position, with the straight-through term on the first columns.
+
+    A query at position p sees a key at position q if the key is real, q <= p, and p - q is less than the layer's window.
+    A query that would see nothing (padding) sees everything, so that no row is empty.
+
+    Args:
+        model: the base; its config says which layers have a window.
+        query_positions: int64 [B, Q].
+        key_positions: int64 [B, S].
+        key_mask: bool [B, S].
+        scores: fp32 [B, K], K <= S, of the nuggets that are the first K keys; with gradient in training.
+
+    Returns:
+        [B, 1, Q, S] in the base's dtype, or one such mask per layer type where the base's layers differ.
+    """
+    dtype = model.dtype
+    distance = query_positions[:, :, None] - key_positions[:, None, :]  # [B, Q, S]
+    causal = (distance >= 0) & key_mask[:, None, :]
+    bias = None
+    if scores is not None:
+        term = straight_through(scores).to(dtype)
+        bias = torch.nn.functional.pad(term, (0, key_positions.shape[1] - scores.shape[1]))[:, None, None, :]
+
+    def additive(window: int | None) -> Tensor:
+        allowed = causal if window is None else causal & (distance < window)
+        allowed = allowed | ~allowed.any(-1, keepdim=True)
+        mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+        mask = mask.masked_fill(~allowed, torch.finfo(dtype).min)[:, None]
+        return mask if bias is None else torch.where(allowed[:, None], mask + bias, mask)
+
+    layer_types = getattr(model.config, "layer_types", None)
+    windows = layer_windows(model.config)
+    if layer_types is None or not _takes_mask_per_layer_type(model):
+        return additive(windows[0])
+    return {kind: additive(windows[layer_types.index(kind)]) for kind in dict.fromkeys(layer_types)}
+
+
+def _takes_mask_per_layer_type(model: PreTrainedModel) -> bool:
+    return "causal_mask_mapping" in inspect.unwrap(type(backbone(model)).forward).__code__.co_varnames
+
+
+@contextmanager
+def windows_by_position(model: PreTrainedModel) -> Iterator[None]:
+    """Within it, forward passes over a `NuggetCache` apply sliding windows by position.
+
+    transformers counts a window in cache entries, which nuggets, having gaps, would stretch. Without windows this does nothing.
+    """
+    if not any(layer_windows(model.config)):
+        yield
+        return
+    name = cache_argument(model)
+
+    def by_position(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        cache = kwargs.get(name)
+        if not isinstance(cache, NuggetCache):
+            return args, kwargs
+        positions: Tensor = kwargs["position_ids"]
+        mask = kwargs.get("attention_mask")
+        fresh = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask[:, -positions.shape[1] :].bool()
+        cache.extend(positions, fresh)
+        masks = attention_masks(
+            model, query_positions=positions, key_positions=cache.key_positions, key_mask=cache.key_mask
+        )
+        return args, {**kwargs, "attention_mask": masks}
+
+    handle = backbone(model).register_forward_pre_hook(by_position, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

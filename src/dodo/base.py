@@ -1,0 +1,134 @@
+"""Loading a base model from wherever it is: an alias, a folder, a GGUF file, or a hub id.
+
+Nothing here is about Dodo: what comes out is a transformers model, its tokenizer, and the fingerprints of both.
+"""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from dodo import fingerprint
+from dodo.architecture import check_supported
+from dodo.errors import DodoError, InputError, UnsupportedModelError
+from dodo.pull import BASES, Progress, pull
+
+__all__ = ["LoadedBase", "Quantization", "load_base"]
+
+Quantization = Literal["4bit", "8bit"]
+
+
+@dataclass(frozen=True)
+class LoadedBase:
+    """A base model ready to be wrapped."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: str
+    """Of the weights as they are stored."""
+    name: str
+    """What it was loaded from."""
+
+
+def load_base(
+    name: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device | None = None,
+    quantization: Quantization | None = None,
+    attn_implementation: str = "sdpa",
+    revision: str | None = None,
+    allow_untested: bool = False,
+    progress: Progress = lambda what, done, total: None,
+) -> LoadedBase:
+    """Load a base model and its tokenizer.
+
+    Args:
+        name: an alias ('smollm2-135m', fetched on first use), a folder, a `.gguf` file, or a hub id.
+        dtype: of the weights in memory; 'auto' takes the stored one.
+        device: where to put it; None: a GPU if there is one.
+        quantization: '4bit' or '8bit' through bitsandbytes (an extra).
+        attn_implementation: transformers' attention backend.
+        revision: of a hub id.
+        allow_untested: see `check_supported`.
+        progress: told about a download.
+
+    Raises:
+        InputError: there is no such model, or it can't be read.
+        UnsupportedModelError: its architecture can't hold nuggets.
+        DownloadError: an alias could not be fetched.
+    """
+    source, options = _locate(str(name), revision, progress)
+    options |= {"dtype": dtype, "attn_implementation": attn_implementation}
+    where = {k: v for k, v in options.items() if k in ("gguf_file", "revision")}
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if quantization is not None:
+        options |= {"quantization_config": _bitsandbytes(quantization), "device_map": {"": str(device)}}
+    try:
+        check_supported(AutoConfig.from_pretrained(source, **where), allow_untested=allow_untested)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            model = AutoModelForCausalLM.from_pretrained(source, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **where)
+    except DodoError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = (str(error).strip() or repr(error)).splitlines()[0]
+        raise InputError(f"could not load a base model from {str(name)!r}: {first}") from None
+    if quantization is None:
+        model = model.to(device)
+    return LoadedBase(model.eval(), tokenizer, _fingerprint(source, options, model), str(name))
+
+
+def _locate(name: str, revision: str | None, progress: Progress) -> tuple[str, dict[str, Any]]:
+    if name in BASES:
+        return str(pull(name, progress=progress)), {}
+    path = Path(name)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InputError(f"there is no GGUF file {name}")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"{name} is a folder without a config.json: not a transformers model")
+        return name, {}
+    if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InputError(f"{name!r} is neither a model folder, nor a .gguf file, nor a hub id, nor one of {', '.join(BASES)}")
+    return name, {} if revision is None else {"revision": revision}
+
+
+def _bitsandbytes(quantization: str) -> Any:
+    if quantization not in ("4bit", "8bit"):
+        raise InputError(f"quantization must be '4bit' or '8bit', not {quantization!r}")
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        raise InputError("a quantised base needs bitsandbytes: pip install 'dodo-lm[quantized]'") from None
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=quantization == "4bit", load_in_8bit=quantization == "8bit")
+
+
+def _fingerprint(source: str, options: dict[str, Any], model: PreTrainedModel) -> str:
+    if "gguf_file" in options:
+        return fingerprint.of_files([Path(source) / options["gguf_file"]])
+    if not Path(source).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(source, "config.json", revision=options.get("revision"))
+        except HFValidationError:
+            found = None
+        if not isinstance(found, str):
+            return fingerprint.of_model(model)
+        source = str(Path(found).parent)
+    if files := sorted(Path(source).glob("*.safetensors")):
+        return fingerprint.of_files(files)
+    if any(parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16) for parameter in model.parameters()):
+        raise UnsupportedModelError(f"{source} has no safetensors weights to tell a quantised model by; convert it first")
+    return fingerprint.of_model(model)

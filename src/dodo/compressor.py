@@ -1,0 +1,350 @@
+"""Dodo as a contextual compressor: tokens in, nuggets out; nuggets and tokens in, logits out.
+
+Paper: Section 2.3. Eq. 12 and 13 with phi on the encoder's side, theta on the decoder's, the scorer on features of the base
+with adapters off, and Eq. 18 in training. Plain functions on tokens and tensors; text and generation are in `model`.
+
+Texts longer than a segment are encoded piece by piece, each piece attending to the nuggets of those before it. Selection
+does not depend on the pieces: scores come first, and pieces end at nuggets, so that nothing behind a piece's last nugget is lost.
+
+Shapes: B texts, T tokens, K states, M decoder tokens, V vocabulary.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dodo.adapters import PHI, THETA, Adapters
+from dodo.architecture import FeatureLayers, backbone, layer_windows, rotary_of, window_of
+from dodo.attention import SelectingCache, attention_masks, cache_argument, check_gradient_backend
+from dodo.config import DodoConfig
+from dodo.errors import InputError, WindowError
+from dodo.nuggets import Fingerprint, Nuggets
+from dodo.scorer import Scorer
+from dodo.selection import Selection, count_nuggets, select_top_k
+
+__all__ = ["Compressor"]
+
+
+class Compressor(nn.Module):
+    """Base, adapters, scorer and soft token, and the two passes over them.
+
+    Trainable are both adapters' matrices, the scorer and the soft token; the base is frozen.
+
+    Args:
+        base: a supported language model; it is wrapped with LoRA in place.
+        config: see `DodoConfig`.
+        fingerprint: stamped on all nuggets made here.
+    """
+
+    def __init__(self, base: PreTrainedModel, config: DodoConfig, *, fingerprint: Fingerprint | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.fingerprint = fingerprint or Fingerprint("", "", "")
+        self.window = window_of(base.config)
+        self.rotary = rotary_of(base)
+        self._features = FeatureLayers(base, config.feature_layer)
+        self.adapters = Adapters(base, encoder=config.encoder, decoder=config.decoder, seed=config.seed)
+        self.base = base
+        device = base.get_input_embeddings().weight.device
+        self.scorer = Scorer(base.config.hidden_size, seed=config.seed).to(device)
+        self.soft_token = nn.Parameter(_fresh_soft_token(base))
+
+    # -- scores
+
+    def score(self, input_ids: Tensor) -> Tensor:
+        """s_i = Scorer(x_i^iota) of each token. Paper: Eq. 6.
+
+        Beyond the base's window, each token is scored from the last half to whole window before it.
+
+        Args:
+            input_ids: int64 [B, T], right-padded.
+
+        Returns:
+            fp32 [B, T], with gradient to the scorer only.
+        """
+        T = input_ids.shape[1]
+        with self.adapters.use(None):
+            if T <= self.window:
+                return self.scorer(self._features(input_ids))
+            half = self.window // 2
+            scores = [self.scorer(self._features(input_ids[:, : self.window]))]
+            for start in range(self.window, T, half):
+                block = input_ids[:, start - half : start + half]
+                scores.append(self.scorer(self._features(block)[:, half:]))
+        return torch.cat(scores, dim=1)
+
+    # -- encoder
+
+    def encode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        ratio: float | None = None,
+        nuggets: int | None = None,
+        scores: Tensor | None = None,
+        segment: int | None = None,
+        start: int = 0,
+    ) -> Nuggets:
+        """Compress a batch of texts. Paper: Eq. 7, 12.
+
+        With `keep_first`, the first token of each text is kept beyond the k = ceil(n / r) nuggets and not counted in n,
+        unless it is the only one.
+
+        Args:
+            input_ids: int64 [B, T].
+            attention_mask: [B, T], 0 for padding on either side; None means no padding.
+            ratio: r; or
+            nuggets: k of each text; neither: the configured ratio.
+            scores: fp32 [B, T], selects by these instead of the scorer's (controls, given selections).
+            segment: tokens encoded at a time; None: as many as the window holds.
+            start: position of the first token.
+
+        Returns:
+            Nuggets, with gradients when they are enabled.
+
+        Raises:
+            InputError: an empty text, a bad ratio or count, or a bad shape.
+            WindowError: the text does not fit the window in the `original` position scheme.
+        """
+        if input_ids.ndim != 2:
+            raise InputError(f"input_ids must be [batch, tokens], not of shape {list(input_ids.shape)}")
+        if ratio is None and nuggets is None:
+            ratio = self.config.ratio
+        input_ids, real, order = _right_padded(input_ids, attention_mask)
+        if scores is None:
+            scores = self.score(input_ids)
+        elif order is not None:
+            scores = scores.gather(1, order)
+        selection, sinks = self._select(scores, real, ratio=ratio, nuggets=nuggets)
+
+        compact = self.config.positions == "compact"
+        total = int(real.sum(-1).max())
+        if not compact and start + total > self.window:
+            raise WindowError(
+                f"a text of {total:,} tokens does not fit the base's window of {self.window:,} positions; "
+                "use positions='compact', which encodes it in segments and keeps its states at positions 0 .. k"
+            )
+        if segment is None:
+            segment = total if start + total <= self.window else self.window // 2
+        if segment < 1:
+            raise InputError(f"a segment must be at least 1 token, not {segment}")
+
+        common: dict[str, Any] = {
+            "sinks": sinks,
+            "scheme": "original",
+            "ratio": None if ratio is None else float(ratio),
+            "rotary": self.rotary,
+            "fingerprint": self.fingerprint,
+        }
+        if total <= segment:
+            keys, values = self._encode_piece(input_ids, selection, start=start, past=None)
+            made = _assembled(input_ids, real, scores, selection, keys, values, start=start, **common)
+            return made.compact() if compact else made
+        rows = []
+        for row in range(input_ids.shape[0]):
+            n = int(real[row].sum())
+            k = int(selection.mask[row].sum())
+            rows.append(
+                self._encode_in_segments(
+                    input_ids[row : row + 1, :n],
+                    scores[row : row + 1, :n],
+                    selection.indices[row, :k],
+                    segment=segment,
+                    start=start,
+                    common=common,
+                )
+            )
+        return Nuggets.stack(rows)
+
+    def _select(
+        self, scores: Tensor, real: Tensor, *, ratio: float | None, nuggets: int | None
+    ) -> tuple[Selection, int]:
+        totals = real.sum(-1)
+        if bool((totals == 0).any()):
+            raise InputError("a text has no tokens: there is nothing to compress")
+        keep_first = self.config.keep_first and bool((totals > 1).all())
+        lengths = totals - int(keep_first)
+        k = [count_nuggets(n, ratio=ratio, nuggets=nuggets) for n in lengths.tolist()]
+        candidates = real.clone()
+        candidates[:, 0] &= not keep_first
+        selection = select_top_k(scores, torch.tensor(k, device=scores.device), candidates)
+        if not keep_first:
+            return selection, 0
+        first = torch.zeros_like(selection.indices[:, :1])
+        return (
+            Selection(
+                indices=torch.cat([first, selection.indices], dim=1),
+                mask=torch.cat([torch.ones_like(first, dtype=torch.bool), selection.mask], dim=1),
+            ),
+            1,
+        )
+
+    def _encode_piece(
+        self, input_ids: Tensor, selection: Selection, *, start: int, past: Nuggets | None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [L, B, H, K, D] of a piece's selected tokens (after those of `past`), padding zeroed."""
+        B, T = input_ids.shape
+        positions = torch.arange(start, start + T, device=input_ids.device).expand(B, T)
+        states = None if past is None else (tuple(past.keys), tuple(past.values))
+        cache = SelectingCache(self.base.config.num_hidden_layers, selection.indices, states)
+        kwargs: dict[str, Any] = {cache_argument(self.base): cache}
+        if past is not None and any(layer_windows(self.base.config)):
+            kwargs["attention_mask"] = attention_masks(
+                self.base,
+                query_positions=positions,
+                key_positions=torch.cat([past.positions, positions], dim=1),
+                key_mask=torch.cat([past.mask, torch.ones_like(positions, dtype=torch.bool)], dim=1),
+            )
+        with self.adapters.use(PHI):
+            backbone(self.base)(input_ids=input_ids, position_ids=positions, use_cache=True, **kwargs)
+        keys, values = (torch.stack(states) for states in cache.kept())
+        if past is None and not bool(selection.mask.all()):
+            padding = ~selection.mask[None, :, None, :, None]
+            keys, values = keys.masked_fill(padding, 0), values.masked_fill(padding, 0)
+        return keys, values
+
+    def _encode_in_segments(
+        self, input_ids: Tensor, scores: Tensor, indices: Tensor, *, segment: int, start: int, common: dict[str, Any]
+    ) -> Nuggets:
+        compact = self.config.positions == "compact"
+        n, made, begin = input_ids.shape[1], None, 0
+        while begin < n:
+            end = min(begin + segment, n)
+            held = 0 if made is None else int(made.states)
+            if compact and held + (end - begin) > self.window:
+                end = begin + self.window - held
+                if end - begin < 1:
+                    raise WindowError(
+                        f"the nuggets of the first {begin:,} tokens fill the base's window of {self.window:,} positions; "
+                        "use a higher ratio"
+                    )
+            chosen = indices[(indices >= begin) & (indices < end)]
+            if end < n and len(chosen) and int(chosen[-1]) >= begin:
+                end = int(chosen[-1]) + 1
+            first = held if compact else start + begin
+            piece = Selection(indices=(chosen - begin)[None], mask=torch.ones_like(chosen[None], dtype=torch.bool))
+            keys, values = self._encode_piece(input_ids[:, begin:end], piece, start=first, past=made)
+            so_far = indices[indices < end]
+            whole = Selection(indices=so_far[None], mask=torch.ones_like(so_far[None], dtype=torch.bool))
+            real = torch.ones_like(input_ids[:, :end], dtype=torch.bool)
+            positions = (chosen - begin + first)[None]
+            if made is not None:
+                positions = torch.cat([made.positions, positions], dim=1)
+            here = _assembled(input_ids[:, :end], real, scores[:, :end], whole, keys, values, start=start, **common)
+            here = dataclasses.replace(here, positions=positions)
+            made = here.compact() if compact else here
+            begin = end
+        assert made is not None
+        return made
+
+    # -- decoder
+
+    def decode(
+        self,
+        nuggets: Nuggets,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        soft_token: bool = False,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Logits of the tokens that follow `input_ids`, given nuggets. Paper: Eq. 13 to 15; Eq. 18 when gradients are on.
+
+        Args:
+            nuggets: of B texts.
+            input_ids: int64 [B, M].
+            attention_mask: [B, M], 0 for padding on either side.
+            soft_token: put the trained token that asks for reconstruction in front (autoencoding, Section 4).
+            last_only: the last position only.
+
+        Returns:
+            [B, M, V], or [B, M + 1, V] with the soft token, or [B, 1, V]; in the base's dtype.
+
+        Raises:
+            UnsupportedModelError: gradients are on and the attention backend would drop the straight-through term.
+            InputError: batch sizes differ.
+        """
+        B, M = input_ids.shape
+        if nuggets.batch_size != B:
+            raise InputError(f"{B} rows of tokens, but nuggets of {nuggets.batch_size} texts")
+        real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        embeddings = self.base.get_input_embeddings()(input_ids)
+        if soft_token:
+            embeddings = torch.cat([self.soft_token.to(embeddings.dtype).expand(B, 1, -1), embeddings], dim=1)
+            real = torch.cat([torch.ones_like(real[:, :1]), real], dim=1)
+        nuggets = nuggets.to(device=embeddings.device, dtype=embeddings.dtype)
+        positions = nuggets.next_positions[:, None] + (real.cumsum(-1) - 1).clamp_min(0)
+        learning = torch.is_grad_enabled() and nuggets.scores.requires_grad
+        if learning:
+            check_gradient_backend(self.base)
+        cache = nuggets.to_cache()
+        cache.extend(positions, real)
+        masks = attention_masks(
+            self.base,
+            query_positions=positions,
+            key_positions=cache.key_positions,
+            key_mask=cache.key_mask,
+            scores=nuggets.scores if learning else None,
+        )
+        with self.adapters.use(THETA):
+            output = self.base(
+                inputs_embeds=embeddings,
+                attention_mask=masks,
+                position_ids=positions,
+                use_cache=True,
+                logits_to_keep=1 if last_only else 0,
+                **{cache_argument(self.base): cache},
+            )
+        logits: Tensor = output.logits
+        return logits
+
+
+def _fresh_soft_token(base: PreTrainedModel) -> Tensor:
+    """The mean of the base's token embeddings, fp32 [d]."""
+    weight = base.get_input_embeddings().weight.detach()
+    return weight.float().mean(0)
+
+
+def _right_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Move padding to the right, so that causal attention never sees it. Returns ids, bool mask, and the order if changed."""
+    if attention_mask is None:
+        return input_ids, torch.ones_like(input_ids, dtype=torch.bool), None
+    if attention_mask.shape != input_ids.shape:
+        raise InputError(f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}")
+    real = attention_mask.bool()
+    order = (~real).to(torch.int8).argsort(dim=1, stable=True)
+    longest = max(1, int(real.sum(-1).max()))
+    order = order[:, :longest]
+    return input_ids.gather(1, order), real.gather(1, order), order
+
+
+def _assembled(
+    input_ids: Tensor,
+    real: Tensor,
+    scores: Tensor,
+    selection: Selection,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    start: int,
+    sinks: int,
+    **common: Any,
+) -> Nuggets:
+    totals = real.sum(-1)
+    return Nuggets(
+        keys=keys,
+        values=values,
+        positions=torch.where(selection.mask, selection.indices + start, 0),
+        indices=selection.indices,
+        scores=scores.gather(1, selection.indices).masked_fill(~selection.mask, 0),
+        token_ids=input_ids.gather(1, selection.indices).masked_fill(~selection.mask, 0),
+        mask=selection.mask,
+        lengths=totals - sinks,
+        next_positions=totals + start,
+        sinks=sinks,
+        **common,
+    )

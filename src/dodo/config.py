@@ -1,0 +1,116 @@
+"""Settings that belong to one set of adapters, kept beside them in `dodo_config.json`.
+
+The only place with defaults. Frozen, validated at construction, plain values; unknown keys are an error.
+Paper: Section 3 (LoRA rank 32), footnote of Section 2.1 (feature layer 3), Section 4 (ratios 10 and 20).
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from dodo.errors import InputError
+
+__all__ = ["DodoConfig", "LoraSettings", "PositionScheme"]
+
+PositionScheme = Literal["original", "compact"]
+
+CONFIG_VERSION = 1
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """One LoRA adapter. Paper: Section 3."""
+
+    rank: int = 32
+    """Width of the low-rank update."""
+    alpha: float = 64.0
+    """The update is scaled by alpha / rank; the paper is silent on it."""
+    targets: Literal["qkv", "all-linear"] | tuple[str, ...] = "qkv"
+    """Which projections are adapted: q, k and v (what Table 5 counts), every linear layer of a block, or names."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise InputError(f"LoRA rank must be at least 1, not {self.rank}")
+        if isinstance(self.targets, list):  # JSON has no tuples
+            object.__setattr__(self, "targets", tuple(self.targets))
+        if isinstance(self.targets, str) and self.targets not in ("qkv", "all-linear"):
+            raise InputError(f"LoRA targets must be 'qkv', 'all-linear' or a list of module names, not {self.targets!r}")
+
+
+@dataclass(frozen=True)
+class DodoConfig:
+    """All that must be known, besides the weights, to use a set of adapters as it was trained."""
+
+    feature_layer: int = 3
+    """iota: the scorer reads the hidden states after this many layers of the base, adapters off (1 .. layers)."""
+    ratio: float = 10.0
+    """r, tokens per nugget, where a call names neither a ratio nor a number of nuggets."""
+    trained_ratios: tuple[float, float] | None = None
+    """Lowest and highest ratio seen in training; outside them a warning is given. None: never trained."""
+    keep_first: bool = True
+    """Keep the first token as one more nugget (attention sink); it is put in front if the tokenizer has a BOS token."""
+    positions: PositionScheme = "original"
+    """Rotary positions of nuggets: those of their tokens, decoder at n; or compact, 0 .. k-1, decoder at k."""
+    encoder: LoraSettings = field(default_factory=LoraSettings)
+    """phi."""
+    decoder: LoraSettings = field(default_factory=LoraSettings)
+    """theta."""
+    seed: int = 0
+    """Seeds fresh adapters and scorer, so that two processes with the same settings agree."""
+    base: str | None = None
+    """Hub id, folder, GGUF file or alias of the base that the adapters belong to."""
+    base_fingerprint: str | None = None
+    """Fingerprint of that base's weights and tokenizer; checked at load."""
+
+    def __post_init__(self) -> None:
+        for name in ("encoder", "decoder"):
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                object.__setattr__(self, name, _from_mapping(LoraSettings, value, where=name))
+        if isinstance(self.trained_ratios, list):
+            object.__setattr__(self, "trained_ratios", tuple(self.trained_ratios))
+        if self.feature_layer < 1:
+            raise InputError(f"feature_layer must be at least 1, not {self.feature_layer}")
+        if not (math.isfinite(self.ratio) and self.ratio >= 1):
+            raise InputError(f"ratio must be a number of at least 1, not {self.ratio}")
+        if self.positions not in ("original", "compact"):
+            raise InputError(f"positions must be 'original' or 'compact', not {self.positions!r}")
+
+    def to_json(self) -> str:
+        """The whole configuration as indented JSON, with the version of its format."""
+        return json.dumps({"version": CONFIG_VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str = "dodo_config.json") -> "DodoConfig":
+        """Read what `to_json` wrote.
+
+        Raises:
+            InputError: not JSON, an unknown key, or a version later than this package knows.
+        """
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{where} is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise InputError(f"{where} must hold a JSON object, not {type(values).__name__}")
+        version = values.pop("version", None)
+        if not isinstance(version, int) or version < 1:
+            raise InputError(f"{where} has no valid format version")
+        if version > CONFIG_VERSION:
+            raise InputError(f"{where} has format version {version}; this dodo reads up to {CONFIG_VERSION}: upgrade it")
+        return _from_mapping(cls, values, where=where)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "DodoConfig":
+        """Read a `dodo_config.json` file."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"), where=str(path))
+
+
+def _from_mapping(cls: type, values: dict[str, Any], *, where: str) -> Any:
+    known = {f.name for f in dataclasses.fields(cls)}
+    if unknown := sorted(set(values) - known):
+        raise InputError(f"{where} has unknown keys: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    return cls(**values)

@@ -1,0 +1,47 @@
+"""The exception tree: everything that Dodo raises on purpose is a `DodoError`.
+
+Each message says what was wrong and what to do about it, in one line where it can.
+"""
+
+__all__ = [
+    "DodoError",
+    "DodoWarning",
+    "DownloadError",
+    "FingerprintMismatch",
+    "InputError",
+    "NuggetsFileError",
+    "UnsupportedModelError",
+    "WindowError",
+]
+
+
+class DodoError(Exception):
+    """Base of all errors raised by this package."""
+
+
+class InputError(DodoError, ValueError):
+    """An argument or an input text can't be used as it is."""
+
+
+class WindowError(InputError):
+    """The positions that were asked for do not fit the base model's window."""
+
+
+class UnsupportedModelError(DodoError):
+    """The base model's architecture can't hold nuggets, or has not been tested with them."""
+
+
+class FingerprintMismatch(DodoError):
+    """Nuggets or adapters belong to another base, tokenizer or adapter."""
+
+
+class NuggetsFileError(DodoError):
+    """A nuggets file is corrupt, truncated, of another kind, or from a later version."""
+
+
+class DownloadError(DodoError):
+    """A base model could not be fetched, or what came is not what was expected."""
+
+
+class DodoWarning(UserWarning):
+    """Something works but is probably not what was meant."""

@@ -1,0 +1,514 @@
+"""The facade: texts in, nuggets and answers out. Everything it does is also there as plain functions on tokens and tensors.
+
+    dodo = Dodo.from_pretrained("smollm2-135m")
+    nuggets = dodo.compress(text, ratio=10)
+    nuggets.save("text.nuggets")
+    print(dodo.answer(nuggets, "Who wrote it?"))
+
+Paper: Section 2.3 in use.
+"""
+
+import copy
+import dataclasses
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
+
+from dodo import fingerprint
+from dodo.adapters import THETA
+from dodo.attention import cache_argument, windows_by_position
+from dodo.base import LoadedBase, load_base
+from dodo.compressor import Compressor
+from dodo.config import DodoConfig
+from dodo.errors import DodoWarning, FingerprintMismatch, InputError, WindowError
+from dodo.nuggets import Fingerprint, Nuggets
+from dodo.prompts import question_prompt
+
+__all__ = ["Dodo"]
+
+CONFIG_FILE = "dodo_config.json"
+SCORER_FILE = "scorer.safetensors"
+SHIPPED = Path(__file__).parent / "weights"
+"""Trained adapters that come with the package, one folder per base alias."""
+
+
+class Dodo:
+    """A base model with its two adapters, scorer and tokenizer, ready to compress and answer.
+
+    Attributes:
+        compressor: the computation on tensors (`Compressor`).
+        tokenizer: the base's.
+        fingerprint: what nuggets made here are stamped with.
+
+    Args:
+        base: a loaded base model (see `load_base`), wrapped in place.
+        config: settings of the adapters; fresh adapters until `load_adapters`.
+    """
+
+    def __init__(self, base: LoadedBase, config: DodoConfig | None = None) -> None:
+        config = config or DodoConfig(feature_layer=min(3, base.model.config.num_hidden_layers - 1))
+        config = dataclasses.replace(config, base=config.base or base.name, base_fingerprint=base.fingerprint)
+        self._base = base
+        self.tokenizer: PreTrainedTokenizerBase = base.tokenizer
+        self.compressor = Compressor(base.model, config).eval()
+        self._stamp()
+
+    @classmethod
+    def from_model(
+        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: DodoConfig | None = None
+    ) -> "Dodo":
+        """Wrap a model that is already in memory, with fresh adapters."""
+        from dodo.architecture import check_supported
+
+        check_supported(model.config, allow_untested=True)
+        name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+        return cls(LoadedBase(model.eval(), tokenizer, fingerprint.of_model(model), name), config)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path = "smollm2-135m",
+        *,
+        base: str | Path | None = None,
+        config: DodoConfig | None = None,
+        fresh: bool = False,
+        ignore_fingerprint: bool = False,
+        revision: str | None = None,
+        **loading: Any,
+    ) -> "Dodo":
+        """Load trained adapters and their base, or a base with fresh adapters.
+
+        Args:
+            name: a folder or hub id with a `dodo_config.json`, or a base: alias, folder, `.gguf` file or hub id.
+            base: load this base instead of the one that the adapters name.
+            config: settings of fresh adapters.
+            fresh: leave out the trained adapters that ship for an alias.
+            ignore_fingerprint: use adapters although the base's weights are not those they were trained on.
+            revision: of a hub id.
+            loading: dtype, device, quantization, attn_implementation, allow_untested, progress; see `load_base`.
+
+        Raises:
+            InputError: nothing of that name, or files that do not fit together.
+            FingerprintMismatch: the base's weights are not those that the adapters were trained on.
+            UnsupportedModelError, DownloadError: see `load_base`.
+        """
+        folder = None if fresh or config is not None else _adapter_folder(str(name), revision)
+        if folder is None:
+            return cls(load_base(base or name, revision=revision, **loading), config)
+        config = DodoConfig.load(folder / CONFIG_FILE)
+        if base is None and config.base is None:
+            raise InputError(f"{folder / CONFIG_FILE} names no base model; pass base=...")
+        loaded = load_base(base or str(config.base), **loading)
+        if config.base_fingerprint not in (None, loaded.fingerprint) and not ignore_fingerprint:
+            raise FingerprintMismatch(
+                f"the adapters in {name} were trained on base weights {config.base_fingerprint}, but {loaded.name} has "
+                f"{loaded.fingerprint}; load the right base, or pass ignore_fingerprint=True if you know that they agree"
+            )
+        dodo = cls(loaded, config)
+        dodo.load_adapters(folder)
+        return dodo
+
+    @property
+    def config(self) -> DodoConfig:
+        """Settings of the adapters."""
+        return self.compressor.config
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the adapters have been trained (`trained_ratios` is set); fresh ones change nothing."""
+        return self.config.trained_ratios is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the base's embeddings are."""
+        return self.compressor.base.get_input_embeddings().weight.device
+
+    # -- compressing
+
+    def compress(
+        self,
+        text: str | Sequence[str],
+        *,
+        ratio: float | None = None,
+        nuggets: int | None = None,
+        segment: int | None = None,
+    ) -> Nuggets:
+        """Compress one text, or several as a batch. Paper: Section 2.3.
+
+        Args:
+            text: not empty. A text longer than the base's window is encoded in segments with compact positions.
+            ratio: tokens per nugget; or
+            nuggets: number of nuggets; neither: the configured ratio.
+            segment: tokens encoded at a time, for a text that is.
+
+        Returns:
+            Nuggets on the model's device; `nuggets[i]` takes one text out of a batch.
+
+        Raises:
+            InputError: an empty text, or a bad ratio or count.
+        """
+        if ratio is not None and nuggets is not None:
+            raise InputError("give either a ratio or a number of nuggets, and not both")
+        if not isinstance(text, str) and len(text) == 0:
+            raise InputError("there are no texts to compress")
+        rows = [self.document_ids(t) for t in ([text] if isinstance(text, str) else text)]
+        input_ids, attention_mask = self._batch(rows, left=False)
+        self._warn_of_ratio(ratio, nuggets)
+        with torch.no_grad():
+            return self._roomy(input_ids.shape[1]).encode(
+                input_ids, attention_mask, ratio=ratio, nuggets=nuggets, segment=segment
+            )
+
+    def document_ids(self, text: str) -> list[int]:
+        """Token ids of a document: its text taken literally, the BOS token in front if the tokenizer or `keep_first` wants it.
+
+        Raises:
+            InputError: the text is empty.
+        """
+        if not isinstance(text, str):
+            raise InputError(f"a text must be a string, not {type(text).__name__}")
+        if not text:
+            raise InputError("the text is empty: there is nothing to compress")
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and ids[:1] != [bos] and (self.config.keep_first or _adds_bos(self.tokenizer)):
+            ids = [bos, *ids]
+        return ids
+
+    def _roomy(self, tokens: int) -> Compressor:
+        """The compressor, set to compact positions if the text is longer than the window."""
+        compressor = self.compressor
+        if tokens <= compressor.window or compressor.config.positions == "compact":
+            return compressor
+        warnings.warn(
+            f"a text of {tokens:,} tokens is longer than the base's window of {compressor.window:,}: "
+            "it is encoded in segments, with compact positions",
+            DodoWarning,
+            stacklevel=3,
+        )
+        roomy = copy.copy(compressor)
+        roomy.config = dataclasses.replace(compressor.config, positions="compact")
+        return roomy
+
+    def _warn_of_ratio(self, ratio: float | None, nuggets: int | None) -> None:
+        trained = self.config.trained_ratios
+        asked = ratio if ratio is not None or nuggets is not None else self.config.ratio
+        if trained is None or asked is None or trained[0] <= asked <= trained[1]:
+            return
+        warnings.warn(
+            f"ratio {asked:g} is outside the range that these adapters were trained for ({trained[0]:g} to {trained[1]:g})",
+            DodoWarning,
+            stacklevel=3,
+        )
+
+    # -- generating
+
+    def answer(self, nuggets: Nuggets, question: str | Sequence[str], *, max_new_tokens: int = 64, **generation: Any) -> Any:
+        """Answer a question about the compressed text. Paper: Section 6.1, Appendix D.2 (greedy, up to 64 tokens).
+
+        Args:
+            nuggets: of one text, or of as many as there are questions.
+            question: one, or one for each text.
+            generation: see `generate`.
+
+        Returns:
+            str for one question, else list[str].
+
+        Raises:
+            InputError: an empty question.
+        """
+        return self.generate(nuggets, self._question_prompts(question), max_new_tokens=max_new_tokens, **generation)
+
+    def _question_prompts(self, question: str | Sequence[str]) -> Any:
+        questions = [question] if isinstance(question, str) else list(question)
+        if not questions or any(not q.strip() for q in questions):
+            raise InputError("the question is empty")
+        prompts = [question_prompt(self.tokenizer, q) for q in questions]
+        return prompts[0] if isinstance(question, str) else prompts
+
+    def reconstruct(self, nuggets: Nuggets, *, max_new_tokens: int | None = None, **generation: Any) -> Any:
+        """Rebuild the text from its nuggets, asked by the soft token. Paper: Section 4 (autoencoding).
+
+        Args:
+            nuggets: of one text or several.
+            max_new_tokens: None: as many tokens as the longest text had, and an end token.
+            generation: see `generate`.
+
+        Returns:
+            str for one text, else list[str].
+        """
+        longest = int(nuggets.lengths.max()) + 1
+        return self.generate(nuggets, None, max_new_tokens=max_new_tokens or longest, **generation)
+
+    def generate(
+        self, nuggets: Nuggets, prompt: str | Sequence[str] | None, *, max_new_tokens: int = 128, **generation: Any
+    ) -> Any:
+        """Continue from nuggets and a prompt, with transformers' own generation. The nuggets are not changed.
+
+        Args:
+            nuggets: of one text, or of as many as there are prompts.
+            prompt: one, or one per text; None asks for reconstruction with the soft token.
+            max_new_tokens: at most so many tokens.
+            generation: anything `transformers.GenerationMixin.generate` takes: do_sample, temperature, num_beams,
+                num_return_sequences, streamer, stopping_criteria, ... Greedy unless told otherwise.
+
+        Returns:
+            str, or list[str] for several prompts or several sequences per prompt.
+
+        Raises:
+            InputError: an empty prompt, or not as many prompts as texts.
+            WindowError: the positions do not fit the base's window.
+            FingerprintMismatch: the nuggets were made by another model.
+        """
+        prompts = None if prompt is None else [prompt] if isinstance(prompt, str) else list(prompt)
+        rows = None if prompts is None else [self._prompt_ids(p) for p in prompts]
+        new = self.generate_ids(nuggets, rows, max_new_tokens=max_new_tokens, **generation)
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in new]
+        single = prompt is None or isinstance(prompt, str)
+        return texts[0] if len(texts) == 1 and single else texts
+
+    def stream(
+        self, nuggets: Nuggets, prompt: str | None, *, max_new_tokens: int = 128, **generation: Any
+    ) -> Iterator[str]:
+        """Like `generate` for one text, piece by piece as the text comes."""
+        streamer = TextIteratorStreamer(
+            self.tokenizer, skip_prompt=prompt is not None, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        rows = None if prompt is None else [self._prompt_ids(prompt)]
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                self.generate_ids(nuggets, rows, max_new_tokens=max_new_tokens, streamer=streamer, **generation)
+            except BaseException as error:  # handed to the reader below
+                failure.append(error)
+            finally:
+                streamer.text_queue.put(streamer.stop_signal)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield from streamer
+        thread.join()
+        if failure:
+            raise failure[0]
+
+    def generate_ids(
+        self, nuggets: Nuggets, prompts: list[list[int]] | None, *, max_new_tokens: int, **generation: Any
+    ) -> list[list[int]]:
+        """`generate` on token ids: prompts without padding in, new tokens out."""
+        self._check(nuggets)
+        base = self.compressor.base
+        B = nuggets.batch_size
+        if prompts is None:
+            input_ids, real = None, torch.ones(B, 1, dtype=torch.long, device=self.device)
+        else:
+            if len(prompts) != B:
+                raise InputError(f"{len(prompts)} prompts for nuggets of {B} texts; give one for each")
+            if any(len(p) == 0 for p in prompts):
+                raise InputError("the prompt is empty")
+            input_ids, real = self._batch(prompts, left=True)
+        nuggets = nuggets.to(device=self.device, dtype=base.dtype)
+        self._check_room(nuggets, real, max_new_tokens)
+
+        settings = copy.deepcopy(base.generation_config)
+        settings.update(do_sample=generation.pop("do_sample", False), max_new_tokens=max_new_tokens)
+        if not settings.do_sample:
+            settings.update(temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None)
+        generation = settings.update(**generation)  # returns what is no setting: streamers, stopping criteria, ...
+        if settings.pad_token_id is None:
+            settings.pad_token_id = self._pad_id
+        copies = max(settings.num_beams or 1, settings.num_return_sequences or 1)
+        cache = nuggets.to_cache()
+        if copies > 1:
+            cache.batch_repeat_interleave(copies)
+        inputs: dict[str, Any] = {
+            "attention_mask": torch.cat([nuggets.mask.long(), real], dim=1),
+            "position_ids": nuggets.next_positions[:, None] + (real.cumsum(-1) - 1).clamp_min(0),
+            cache_argument(base): cache,
+        }
+        if input_ids is None:
+            # generate() wants embeddings of the whole past and uses those that are not in the cache
+            soft = self.compressor.soft_token.to(base.dtype)
+            inputs["inputs_embeds"] = soft.expand(B, nuggets.mask.shape[1] + 1, -1)
+        else:
+            inputs["input_ids"] = input_ids
+        with torch.no_grad(), self.compressor.adapters.merged(THETA), windows_by_position(base):
+            made: Tensor = base.generate(**inputs, generation_config=settings, **generation)
+        new = made[:, 0 if input_ids is None else input_ids.shape[1] :]
+        return [_until_end(row, settings) for row in new.tolist()]
+
+    def _check_room(self, nuggets: Nuggets, real: Tensor, new: int) -> None:
+        if new < 1:
+            raise InputError(f"max_new_tokens must be at least 1, not {new}")
+        needed = int((nuggets.next_positions + real.sum(-1)).max()) + new
+        window = self.compressor.window
+        if needed > window:
+            raise WindowError(
+                f"the text's positions, the prompt and {new:,} new tokens need {needed:,} positions, but the base's window has "
+                f"{window:,}; ask for fewer new tokens, or use nuggets.compact()"
+            )
+
+    def _prompt_ids(self, prompt: str) -> list[int]:
+        ids: list[int] = self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    # -- what nuggets belong to
+
+    def _stamp(self) -> None:
+        """Compute this model's fingerprint; to be called when the adapters' weights have changed."""
+        compressor = self.compressor
+        tensors = {name: p for name, p in compressor.adapters.named_parameters()}
+        tensors |= {f"scorer.{name}": p for name, p in compressor.scorer.state_dict().items()}
+        tensors["soft_token"] = compressor.soft_token
+        settings = dataclasses.replace(self.config, base=None, base_fingerprint=None, ratio=1.0, trained_ratios=None, seed=0)
+        self.fingerprint = Fingerprint(
+            base=self._base.fingerprint,
+            tokenizer=fingerprint.of_tokenizer(self.tokenizer),
+            adapter=fingerprint.of_tensors(tensors, settings=settings.to_json()),
+        )
+        compressor.fingerprint = self.fingerprint
+
+    def _check(self, nuggets: Nuggets) -> None:
+        config = self.compressor.base.config
+        layers, heads, width = nuggets.keys.shape[0], nuggets.keys.shape[2], nuggets.keys.shape[4]
+        expected = config.num_key_value_heads or config.num_attention_heads
+        if layers != config.num_hidden_layers or heads != expected:
+            raise FingerprintMismatch(
+                f"the nuggets have {layers} layers of {heads} heads of width {width}; this base has "
+                f"{config.num_hidden_layers} layers of {expected} heads"
+            )
+        self.fingerprint.check(nuggets.fingerprint, what="the file or object with these nuggets")
+
+    def adopt(self, nuggets: Nuggets) -> Nuggets:
+        """The same nuggets with this model's fingerprint: the override for those who know that they agree."""
+        return dataclasses.replace(nuggets, fingerprint=self.fingerprint)
+
+    # -- saving and loading
+
+    def load_adapters(self, folder: str | Path) -> None:
+        """Load what `save_pretrained` wrote into this model.
+
+        Raises:
+            InputError: a file is missing or does not fit.
+        """
+        folder = Path(folder)
+        self.compressor.adapters.load(folder)
+        if not (folder / SCORER_FILE).is_file():
+            raise InputError(f"{folder} has no {SCORER_FILE}")
+        tensors = load_file(folder / SCORER_FILE)
+        try:
+            soft = tensors.pop("soft_token")
+            self.compressor.scorer.load_state_dict({k.removeprefix("scorer."): v for k, v in tensors.items()})
+            with torch.no_grad():
+                self.compressor.soft_token.copy_(soft)
+        except (KeyError, RuntimeError) as error:
+            raise InputError(f"{folder / SCORER_FILE} does not fit this base: {str(error).splitlines()[0]}") from None
+        self._stamp()
+
+    def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None, card: str | None = None) -> None:
+        """Write adapters, scorer, soft token, the whole configuration and a model card; not the base.
+
+        Args:
+            folder: made if it is not there.
+            dtype: of the stored weights; None keeps their own.
+            card: text of the model card (README.md); None writes a short one.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.compressor.adapters.save(folder)
+        tensors = {f"scorer.{name}": tensor for name, tensor in self.compressor.scorer.state_dict().items()}
+        tensors["soft_token"] = self.compressor.soft_token.detach()
+        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, folder / SCORER_FILE)
+        if dtype is not None:
+            for path in (folder / SCORER_FILE, *folder.glob("*/adapter_model.safetensors")):
+                save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path)
+        (folder / CONFIG_FILE).write_text(self.config.to_json(), encoding="utf-8")
+        (folder / "README.md").write_text(card or self._card(), encoding="utf-8")
+
+    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
+        """Upload what `save_pretrained` writes. Returns the commit's address."""
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload Dodo adapters"))
+
+    def _card(self) -> str:
+        config = self.config
+        trained = f"{config.trained_ratios[0]:g} to {config.trained_ratios[1]:g}" if config.trained_ratios else "not trained"
+        return (
+            f"---\nlibrary_name: dodo-lm\nbase_model: {config.base}\ntags: [context-compression, dodo]\n---\n\n"
+            f"# Dodo adapters for {config.base}\n\n"
+            "LoRA adapters phi and theta, scorer and soft token that compress a context into nuggets "
+            "(Qin et al., Dodo: Dynamic Contextual Compression for Decoder-only LMs).\n\n"
+            f"- ratios trained: {trained}\n- positions: {config.positions}\n- first token kept: {config.keep_first}\n"
+            f"- feature layer: {config.feature_layer}\n- base weights: {config.base_fingerprint}\n\n"
+            "```python\nfrom dodo import Dodo\n\ndodo = Dodo.from_pretrained(\"path or hub id of this folder\")\n```\n"
+        )
+
+    # -- tokens
+
+    @property
+    def _pad_id(self) -> int:
+        """An id to fill up rows with; it is always masked, so any will do, and the vocabulary stays as it is."""
+        for candidate in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if candidate is not None:
+                return int(candidate)
+        return 0
+
+    def _batch(self, rows: list[list[int]], *, left: bool) -> tuple[Tensor, Tensor]:
+        longest = max(len(row) for row in rows)
+        ids = torch.full((len(rows), longest), self._pad_id)
+        mask = torch.zeros(len(rows), longest, dtype=torch.long)
+        for i, row in enumerate(rows):
+            place = slice(longest - len(row), None) if left else slice(0, len(row))
+            ids[i, place] = torch.tensor(row)
+            mask[i, place] = 1
+        return ids.to(self.device), mask.to(self.device)
+
+
+def _adapter_folder(name: str, revision: str | None) -> Path | None:
+    """Where the trained adapters called `name` are, or None if `name` is a base."""
+    if (SHIPPED / name / CONFIG_FILE).is_file():
+        return SHIPPED / name
+    path = Path(name)
+    if path.is_dir():
+        return path if (path / CONFIG_FILE).is_file() else None
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return None
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        hf_hub_download(name, CONFIG_FILE, revision=revision)
+    except LocalEntryNotFoundError as error:
+        raise InputError(f"{name!r} is not a local folder, and the hub can't be reached to look for it: {error}") from None
+    except EntryNotFoundError:
+        return None
+    except HfHubHTTPError as error:
+        raise InputError(f"there is no model {name!r}: {str(error).splitlines()[0]}") from None
+    return Path(snapshot_download(name, revision=revision))
+
+
+def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])
+
+
+def _until_end(ids: list[int], settings: Any) -> list[int]:
+    """Cut at the first end token, which batched generation fills up behind."""
+    ends = settings.eos_token_id
+    ends = set(ends) if isinstance(ends, list) else {ends}
+    for i, token in enumerate(ids):
+        if token in ends:
+            return ids[:i]
+    return ids

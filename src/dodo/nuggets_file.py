@@ -1,0 +1,174 @@
+"""The `.nuggets` file: safetensors, with everything else about the nuggets as JSON in its header.
+
+Versioned, checksummed, written to one side and moved into place. Nothing in it is executed: there is no pickle.
+Keys and values are stored as they are, in another floating type, or as int8 with one scale per layer, text, head and channel.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dodo.errors import InputError, NuggetsFileError
+from dodo.nuggets import Fingerprint, Nuggets
+from dodo.rotary import Rotary
+
+__all__ = ["FORMAT_VERSION", "StorageType", "load", "save"]
+
+FORMAT_VERSION = 1
+StorageType = Literal["float32", "bfloat16", "float16", "int8"]
+
+_HEADER_KEY = "dodo_nuggets"
+_INTEGERS = ("positions", "indices", "token_ids", "lengths", "next_positions")
+
+
+def save(nuggets: Nuggets, path: str | Path, *, storage: StorageType | None = None) -> None:
+    """Write nuggets, whole or not at all.
+
+    Args:
+        nuggets: what to write; moved to the CPU for it.
+        path: where to; an existing file is replaced once the new one is complete.
+        storage: type of keys and values in the file; None keeps their own.
+
+    Raises:
+        InputError: unknown storage type, or the values do not fit it.
+        NuggetsFileError: the file could not be written (no such folder, disk full, ...); what stood there is unchanged.
+    """
+    path = Path(path)
+    storage = storage or _name(nuggets.dtype)
+    if storage not in get_args(StorageType):
+        raise InputError(f"storage must be one of {', '.join(get_args(StorageType))}, not {storage!r}")
+    here = nuggets.to(device="cpu")
+    tensors: dict[str, Tensor] = {name: getattr(here, name).to(torch.int32) for name in _INTEGERS}
+    tensors |= {"scores": here.scores.float(), "mask": here.mask}
+    tensors |= {f"rotary.{i}": frequencies for i, frequencies in enumerate(here.rotary.frequencies)}
+    for name in ("keys", "values"):
+        tensors |= _stored(name, getattr(here, name).detach(), storage)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    header = {
+        "version": FORMAT_VERSION,
+        "dtype": _name(nuggets.dtype),
+        "storage": storage,
+        "n": here.lengths.tolist(),
+        "k": here.k.tolist(),
+        "sinks": here.sinks,
+        "ratio": here.ratio,
+        "scheme": here.scheme,
+        "rotary_layers": list(here.rotary.layers),
+        "fingerprint": vars(here.fingerprint),
+        "checksum": _checksum(tensors),
+    }
+    _write(path, tensors, header)
+
+
+def load(path: str | Path) -> Nuggets:
+    """Read nuggets onto the CPU, keys and values in the dtype they had before they were stored.
+
+    Raises:
+        NuggetsFileError: no such file, not a nuggets file, truncated, damaged, or of a later version.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise NuggetsFileError(f"{path} is a directory, not a nuggets file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if _HEADER_KEY not in metadata:
+                raise NuggetsFileError(f"{path} is a safetensors file but holds no nuggets")
+            header = json.loads(metadata[_HEADER_KEY])
+            version = header["version"]
+            if version > FORMAT_VERSION:
+                raise NuggetsFileError(f"{path} has format version {version}; this dodo reads up to {FORMAT_VERSION}: upgrade it")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except FileNotFoundError:
+        raise NuggetsFileError(f"there is no file {path}") from None
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise NuggetsFileError(f"{path} is not a nuggets file, or is damaged or truncated ({error})") from None
+    try:
+        if header["checksum"] != _checksum(tensors):
+            raise NuggetsFileError(f"{path} is damaged: its contents do not match its checksum; make it again")
+        return _assemble(header, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise NuggetsFileError(f"{path} is damaged: {error!r}") from None
+
+
+def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> Nuggets:
+    dtype = _dtype(header["dtype"])
+    rotations = [tensors[f"rotary.{i}"] for i in range(sum(name.startswith("rotary.") for name in tensors))]
+    return Nuggets(
+        keys=_restored("keys", tensors, dtype),
+        values=_restored("values", tensors, dtype),
+        **{name: tensors[name].long() for name in _INTEGERS},
+        scores=tensors["scores"],
+        mask=tensors["mask"],
+        sinks=header["sinks"],
+        scheme=header["scheme"],
+        ratio=header["ratio"],
+        rotary=Rotary(frequencies=tuple(rotations), layers=tuple(header["rotary_layers"])),
+        fingerprint=Fingerprint(**header["fingerprint"]),
+    )
+
+
+def _stored(name: str, states: Tensor, storage: str) -> dict[str, Tensor]:
+    if storage != "int8":
+        stored = states.to(_dtype(storage))
+        if not bool(torch.isfinite(stored).all()):
+            raise InputError(f"the {name} do not fit {storage}; store them as bfloat16 or float32")
+        return {name: stored}
+    scale = states.float().abs().amax(dim=3, keepdim=True) / 127  # [L, B, H, 1, D], one per channel
+    scale = scale.clamp_min(torch.finfo(torch.float32).tiny)
+    return {name: (states.float() / scale).round().to(torch.int8), f"{name}.scale": scale}
+
+
+def _restored(name: str, tensors: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    states = tensors[name]
+    if states.dtype == torch.int8:
+        states = states.float() * tensors[f"{name}.scale"]
+    return states.to(dtype)
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name} {list(tensors[name].shape)}".encode())
+        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        os.close(handle)
+        save_file(tensors, temporary, metadata={_HEADER_KEY: json.dumps(header)})
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise NuggetsFileError(f"could not write {path}: {error}; nothing was changed") from None
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r}")
+    return dtype

@@ -1,0 +1,38 @@
+"""The scorer: two feed-forward layers that say how much a token is wanted as a nugget.
+
+Paper: Eq. 6; Table 5 (16.8M parameters at d = 4096: Linear(d, d) and Linear(d, 1)). Scores are logits; the sigmoid of Eq. 6
+is monotonous, so top-k and thresholds work on them as they are.
+"""
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Scorer"]
+
+
+class Scorer(nn.Module):
+    """Linear(d, d), ReLU, Linear(d, 1) in fp32, whatever the base's dtype.
+
+    Args:
+        width: d, the base's hidden size.
+        seed: of the initial weights; drawn apart from the global generator.
+    """
+
+    def __init__(self, width: int, *, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.hidden = nn.Linear(width, width)
+            self.output = nn.Linear(width, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Score each token.
+
+        Args:
+            features: [..., d], hidden states after layer iota of the base with adapters off; any floating dtype.
+
+        Returns:
+            fp32 [...], one score per token.
+        """
+        hidden = torch.relu(self.hidden(features.to(self.hidden.weight.dtype)))
+        return self.output(hidden).squeeze(-1)
