@@ -12,15 +12,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from dodo.architecture import lora_targets
+from dodo.architecture import backbone, lora_targets
 from dodo.config import LoraSettings
 from dodo.errors import InputError
 
@@ -44,7 +45,8 @@ class Adapters:
     def __init__(self, base: PreTrainedModel, *, encoder: LoraSettings, decoder: LoraSettings, seed: int = 0) -> None:
         self.base = base
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*multiple adapters.*")
+            warnings.filterwarnings("ignore", message=".*(multiple adapters|is_gradient_checkpointing).*")
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)  # PEFT's call
             torch.manual_seed(seed)
             self.peft: PeftModel = get_peft_model(base, _lora_config(base, encoder), adapter_name=PHI)
             self.peft.add_adapter(THETA, _lora_config(base, decoder))
@@ -137,13 +139,23 @@ class Adapters:
     # -- training
 
     def checkpoint_gradients(self) -> None:
-        """Recompute the base's layers in the backward pass, each with the adapter that its forward pass had."""
+        """Keep no activations inside the base's layers: the backward pass runs each again, with the adapter it had.
 
+        transformers' own switch takes the cache away from checkpointed layers, and with it the nuggets.
+        """
+        for layer in backbone(self.base).layers:
+            layer.forward = self._checkpointed(layer.forward)
+
+    def _checkpointed(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             return nullcontext(), self.use(self.current)
 
-        arguments: dict[str, bool | Callable[[], object]] = {"use_reentrant": False, "context_fn": contexts}
-        self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+        return run
 
     # -- files
 
@@ -178,7 +190,7 @@ class Adapters:
     @contextmanager
     def _all_listed(self) -> Iterator[None]:
         with warnings.catch_warnings(), contextlib.ExitStack():
-            warnings.filterwarnings("ignore", message=".*(multiple adapters|already exists|missing adapter keys).*")
+            warnings.filterwarnings("ignore", message=".*(multiple adapters|already exists|missing adapter keys|is_gradient_checkpointing).*")
             yield
 
 

@@ -24,7 +24,7 @@ from dodo.straight_through import straight_through
 
 __all__ = [
     "NuggetCache",
-    "SelectingCache",
+    "OnePassCache",
     "attention_masks",
     "cache_argument",
     "check_gradient_backend",
@@ -92,51 +92,46 @@ class NuggetCache(DynamicCache):
         self.key_mask = self.key_mask[:, :length]
 
 
-class _SelectingLayer(DynamicLayer):
-    """Shows the whole past and present to attention, stores the selected tokens only."""
+class OnePassCache(DynamicCache):
+    """The cache of a single forward pass: shows a past that it leaves as it is, and keeps selected tokens (Eq. 5, 7).
 
-    def __init__(self, indices: Tensor) -> None:
-        super().__init__()
-        self.indices = indices
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            past: tuple[Tensor, ...] = ()
-        else:
-            past = (self.keys, self.values)
-        kept = gather_tokens(key_states, self.indices), gather_tokens(value_states, self.indices)
-        if not past:
-            self.keys, self.values = kept
-            return key_states, value_states
-        self.keys, self.values = (torch.cat([p, k], dim=2) for p, k in zip(past, kept, strict=True))
-        return torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
-
-
-class SelectingCache(DynamicCache):
-    """Holds what the encoder keeps: the same tokens' keys and values in every layer (Eq. 5, 7).
-
-    The full keys and values of a layer live only while that layer runs, so encoding needs less memory than a prefill.
+    The full keys and values of a layer live only while that layer runs, so encoding needs less memory than a prefill. Running
+    a layer twice, as gradient checkpointing does, gives the same twice.
 
     Args:
         layers: number of the base's layers.
-        indices: int64 [B, K], which tokens of the coming forward pass to keep.
-        past: keys and values of earlier nuggets, one pair per layer, that the coming tokens attend to.
+        past: keys and values [L, B, H, K, D] that the coming tokens attend to, or None.
+        keep: int64 [B, K'], which of the coming tokens to keep; None keeps none.
     """
 
-    def __init__(
-        self, layers: int, indices: Tensor, past: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
-    ) -> None:
+    def __init__(self, layers: int, *, past: tuple[Tensor, Tensor] | None = None, keep: Tensor | None = None) -> None:
         super().__init__()
-        self.layers = [_SelectingLayer(indices) for _ in range(layers)]
-        if past is not None:
-            for layer, key, value in zip(self.layers, *past, strict=True):
-                layer.lazy_initialization(key, value)
-                layer.keys, layer.values = key, value
+        self.layers = [_OnePassLayer(None if past is None else (past[0][i], past[1][i]), keep) for i in range(layers)]
 
-    def kept(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Keys and values, one [B, H, K, D] tensor per layer."""
-        return tuple(layer.keys for layer in self.layers), tuple(layer.values for layer in self.layers)
+    def kept(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [L, B, H, K + K', D] of the past and, behind it, of the kept tokens."""
+        keys, values = zip(*(layer.kept for layer in self.layers), strict=True)
+        return torch.stack(keys), torch.stack(values)
+
+
+class _OnePassLayer(DynamicLayer):
+    def __init__(self, past: tuple[Tensor, Tensor] | None, keep: Tensor | None) -> None:
+        super().__init__()
+        self.keep = keep
+        self.kept: tuple[Tensor, Tensor] | None = None
+        if past is not None:
+            self.lazy_initialization(*past)
+            self.keys, self.values = past
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.keep is not None:
+            self.kept = self._behind_past(gather_tokens(key_states, self.keep), gather_tokens(value_states, self.keep))
+        return self._behind_past(key_states, value_states)
+
+    def _behind_past(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            return keys, values
+        return torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
 
 
 def attention_masks(
@@ -179,13 +174,9 @@ def attention_masks(
 
     layer_types = getattr(model.config, "layer_types", None)
     windows = layer_windows(model.config)
-    if layer_types is None or not _takes_mask_per_layer_type(model):
+    if layer_types is None:  # then the family's forward takes one mask for all layers
         return additive(windows[0])
     return {kind: additive(windows[layer_types.index(kind)]) for kind in dict.fromkeys(layer_types)}
-
-
-def _takes_mask_per_layer_type(model: PreTrainedModel) -> bool:
-    return "causal_mask_mapping" in inspect.unwrap(type(backbone(model)).forward).__code__.co_varnames
 
 
 @contextmanager

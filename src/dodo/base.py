@@ -3,6 +3,7 @@
 Nothing here is about Dodo: what comes out is a transformers model, its tokenizer, and the fingerprints of both.
 """
 
+import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from dodo import fingerprint
 from dodo.architecture import check_supported
-from dodo.errors import DodoError, InputError, UnsupportedModelError
+from dodo.errors import DodoError, InputError
 from dodo.pull import BASES, Progress, pull
 
 __all__ = ["LoadedBase", "Quantization", "load_base"]
@@ -39,7 +40,7 @@ def load_base(
     dtype: torch.dtype | str = "auto",
     device: str | torch.device | None = None,
     quantization: Quantization | None = None,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     revision: str | None = None,
     allow_untested: bool = False,
     progress: Progress = lambda what, done, total: None,
@@ -51,7 +52,7 @@ def load_base(
         dtype: of the weights in memory; 'auto' takes the stored one.
         device: where to put it; None: a GPU if there is one.
         quantization: '4bit' or '8bit' through bitsandbytes (an extra).
-        attn_implementation: transformers' attention backend.
+        attn_implementation: transformers' attention backend; None: its own choice, 'sdpa' where the family has it.
         revision: of a hub id.
         allow_untested: see `check_supported`.
         progress: told about a download.
@@ -127,8 +128,16 @@ def _fingerprint(source: str, options: dict[str, Any], model: PreTrainedModel) -
         if not isinstance(found, str):
             return fingerprint.of_model(model)
         source = str(Path(found).parent)
-    if files := sorted(Path(source).glob("*.safetensors")):
+    if files := _weight_files(Path(source)):
         return fingerprint.of_files(files)
-    if any(parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16) for parameter in model.parameters()):
-        raise UnsupportedModelError(f"{source} has no safetensors weights to tell a quantised model by; convert it first")
     return fingerprint.of_model(model)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers loads from a folder; there may be others beside them."""
+    index = folder / "model.safetensors.index.json"
+    if (whole := folder / "model.safetensors").is_file():
+        return [whole]
+    if not index.is_file():
+        return []
+    return [folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from dodo.adapters import PHI, THETA, Adapters
 from dodo.architecture import FeatureLayers, backbone, layer_windows, rotary_of, window_of
-from dodo.attention import SelectingCache, attention_masks, cache_argument, check_gradient_backend
+from dodo.attention import OnePassCache, attention_masks, cache_argument, check_gradient_backend
 from dodo.config import DodoConfig
 from dodo.errors import InputError, WindowError
 from dodo.nuggets import Fingerprint, Nuggets
@@ -86,6 +86,7 @@ class Compressor(nn.Module):
         ratio: float | None = None,
         nuggets: int | None = None,
         scores: Tensor | None = None,
+        select_by: Tensor | None = None,
         segment: int | None = None,
         start: int = 0,
     ) -> Nuggets:
@@ -100,6 +101,8 @@ class Compressor(nn.Module):
             ratio: r; or
             nuggets: k of each text; neither: the configured ratio.
             scores: fp32 [B, T], selects by these instead of the scorer's (controls, given selections).
+            select_by: fp32 [B, T], selects by these while the nuggets carry `scores` (or the scorer's), whose straight-through
+                term then trains the scorer: noise or controls in training.
             segment: tokens encoded at a time; None: as many as the window holds.
             start: position of the first token.
 
@@ -119,7 +122,7 @@ class Compressor(nn.Module):
             scores = self.score(input_ids)
         elif order is not None:
             scores = scores.gather(1, order)
-        selection, sinks = self._select(scores, real, ratio=ratio, nuggets=nuggets)
+        selection, sinks = self.select(scores, real, ratio=ratio, nuggets=nuggets)
 
         compact = self.config.positions == "compact"
         total = int(real.sum(-1).max())
@@ -160,9 +163,18 @@ class Compressor(nn.Module):
             )
         return Nuggets.stack(rows)
 
-    def _select(
-        self, scores: Tensor, real: Tensor, *, ratio: float | None, nuggets: int | None
+    def select(
+        self, scores: Tensor, real: Tensor, *, ratio: float | None = None, nuggets: int | None = None
     ) -> tuple[Selection, int]:
+        """The tokens that `encode` keeps of texts with these scores, and how many of each are kept first tokens (0 or 1).
+
+        Args:
+            scores: fp32 [B, T].
+            real: bool [B, T], false for padding, which is on the right.
+            ratio, nuggets: see `encode`.
+        """
+        if ratio is None and nuggets is None:
+            ratio = self.config.ratio
         totals = real.sum(-1)
         if bool((totals == 0).any()):
             raise InputError("a text has no tokens: there is nothing to compress")
@@ -189,8 +201,11 @@ class Compressor(nn.Module):
         """Keys and values [L, B, H, K, D] of a piece's selected tokens (after those of `past`), padding zeroed."""
         B, T = input_ids.shape
         positions = torch.arange(start, start + T, device=input_ids.device).expand(B, T)
-        states = None if past is None else (tuple(past.keys), tuple(past.values))
-        cache = SelectingCache(self.base.config.num_hidden_layers, selection.indices, states)
+        cache = OnePassCache(
+            self.base.config.num_hidden_layers,
+            past=None if past is None else (past.keys, past.values),
+            keep=selection.indices,
+        )
         kwargs: dict[str, Any] = {cache_argument(self.base): cache}
         if past is not None and any(layer_windows(self.base.config)):
             kwargs["attention_mask"] = attention_masks(
@@ -201,7 +216,7 @@ class Compressor(nn.Module):
             )
         with self.adapters.use(PHI):
             backbone(self.base)(input_ids=input_ids, position_ids=positions, use_cache=True, **kwargs)
-        keys, values = (torch.stack(states) for states in cache.kept())
+        keys, values = cache.kept()
         if past is None and not bool(selection.mask.all()):
             padding = ~selection.mask[None, :, None, :, None]
             keys, values = keys.masked_fill(padding, 0), values.masked_fill(padding, 0)
@@ -251,6 +266,7 @@ class Compressor(nn.Module):
         *,
         soft_token: bool = False,
         last_only: bool = False,
+        states: bool = False,
     ) -> Tensor:
         """Logits of the tokens that follow `input_ids`, given nuggets. Paper: Eq. 13 to 15; Eq. 18 when gradients are on.
 
@@ -260,9 +276,11 @@ class Compressor(nn.Module):
             attention_mask: [B, M], 0 for padding on either side.
             soft_token: put the trained token that asks for reconstruction in front (autoencoding, Section 4).
             last_only: the last position only.
+            states: leave out the language-model head, and return the states that it would read (for losses that need not
+                keep all logits).
 
         Returns:
-            [B, M, V], or [B, M + 1, V] with the soft token, or [B, 1, V]; in the base's dtype.
+            [B, M, V], or [B, M + 1, V] with the soft token, or [B, 1, V]; d in place of V for states; in the base's dtype.
 
         Raises:
             UnsupportedModelError: gradients are on and the attention backend would drop the straight-through term.
@@ -281,25 +299,26 @@ class Compressor(nn.Module):
         learning = torch.is_grad_enabled() and nuggets.scores.requires_grad
         if learning:
             check_gradient_backend(self.base)
-        cache = nuggets.to_cache()
-        cache.extend(positions, real)
+        cache = OnePassCache(nuggets.keys.shape[0], past=(nuggets.keys, nuggets.values))
         masks = attention_masks(
             self.base,
             query_positions=positions,
-            key_positions=cache.key_positions,
-            key_mask=cache.key_mask,
+            key_positions=torch.cat([nuggets.positions, positions], dim=1),
+            key_mask=torch.cat([nuggets.mask, real], dim=1),
             scores=nuggets.scores if learning else None,
         )
+        inputs: dict[str, Any] = {
+            "inputs_embeds": embeddings,
+            "attention_mask": masks,
+            "position_ids": positions,
+            "use_cache": True,
+            cache_argument(self.base): cache,
+        }
         with self.adapters.use(THETA):
-            output = self.base(
-                inputs_embeds=embeddings,
-                attention_mask=masks,
-                position_ids=positions,
-                use_cache=True,
-                logits_to_keep=1 if last_only else 0,
-                **{cache_argument(self.base): cache},
-            )
-        logits: Tensor = output.logits
+            if states:
+                hidden: Tensor = backbone(self.base)(**inputs).last_hidden_state
+                return hidden[:, -1:] if last_only else hidden
+            logits: Tensor = self.base(**inputs, logits_to_keep=1 if last_only else 0).logits
         return logits
 
 

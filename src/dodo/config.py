@@ -32,11 +32,13 @@ class LoraSettings:
     """Which projections are adapted: q, k and v (what Table 5 counts), every linear layer of a block, or names."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise InputError(f"LoRA rank must be at least 1, not {self.rank}")
+        _whole("LoRA rank", self.rank, least=1)
+        if not (_is_number(self.alpha) and self.alpha > 0):
+            raise InputError(f"LoRA alpha must be a number above 0, not {self.alpha!r}")
         if isinstance(self.targets, list):  # JSON has no tuples
             object.__setattr__(self, "targets", tuple(self.targets))
-        if isinstance(self.targets, str) and self.targets not in ("qkv", "all-linear"):
+        names = isinstance(self.targets, tuple) and self.targets and all(isinstance(name, str) for name in self.targets)
+        if not names and self.targets not in ("qkv", "all-linear"):
             raise InputError(f"LoRA targets must be 'qkv', 'all-linear' or a list of module names, not {self.targets!r}")
 
 
@@ -63,21 +65,30 @@ class DodoConfig:
     base: str | None = None
     """Hub id, folder, GGUF file or alias of the base that the adapters belong to."""
     base_fingerprint: str | None = None
-    """Fingerprint of that base's weights and tokenizer; checked at load."""
+    """Fingerprint of that base's weights; checked at load."""
 
     def __post_init__(self) -> None:
         for name in ("encoder", "decoder"):
             value = getattr(self, name)
             if isinstance(value, dict):
                 object.__setattr__(self, name, _from_mapping(LoraSettings, value, where=name))
+            elif not isinstance(value, LoraSettings):
+                raise InputError(f"{name} must be settings of a LoRA adapter, not {value!r}")
         if isinstance(self.trained_ratios, list):
             object.__setattr__(self, "trained_ratios", tuple(self.trained_ratios))
-        if self.feature_layer < 1:
-            raise InputError(f"feature_layer must be at least 1, not {self.feature_layer}")
-        if not (math.isfinite(self.ratio) and self.ratio >= 1):
-            raise InputError(f"ratio must be a number of at least 1, not {self.ratio}")
+        _whole("feature_layer", self.feature_layer, least=1)
+        _whole("seed", self.seed, least=0)
+        if not _is_ratio(self.ratio):
+            raise InputError(f"ratio must be a number of at least 1, not {self.ratio!r}")
+        if self.trained_ratios is not None and not _is_range(self.trained_ratios):
+            raise InputError(f"trained_ratios must be the lowest and the highest ratio, not {self.trained_ratios!r}")
+        if not isinstance(self.keep_first, bool):
+            raise InputError(f"keep_first must be true or false, not {self.keep_first!r}")
         if self.positions not in ("original", "compact"):
             raise InputError(f"positions must be 'original' or 'compact', not {self.positions!r}")
+        for name in ("base", "base_fingerprint"):
+            if not isinstance(getattr(self, name), str | None):
+                raise InputError(f"{name} must be text, not {getattr(self, name)!r}")
 
     def to_json(self) -> str:
         """The whole configuration as indented JSON, with the version of its format."""
@@ -88,7 +99,7 @@ class DodoConfig:
         """Read what `to_json` wrote.
 
         Raises:
-            InputError: not JSON, an unknown key, or a version later than this package knows.
+            InputError: not JSON, an unknown key, a bad value, or a version later than this package knows.
         """
         try:
             values = json.loads(text)
@@ -97,7 +108,7 @@ class DodoConfig:
         if not isinstance(values, dict):
             raise InputError(f"{where} must hold a JSON object, not {type(values).__name__}")
         version = values.pop("version", None)
-        if not isinstance(version, int) or version < 1:
+        if type(version) is not int or version < 1:
             raise InputError(f"{where} has no valid format version")
         if version > CONFIG_VERSION:
             raise InputError(f"{where} has format version {version}; this dodo reads up to {CONFIG_VERSION}: upgrade it")
@@ -105,12 +116,40 @@ class DodoConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> "DodoConfig":
-        """Read a `dodo_config.json` file."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"), where=str(path))
+        """Read a `dodo_config.json` file.
+
+        Raises:
+            InputError: no such file, or see `from_json`.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"could not read {path}: {error}") from None
+        return cls.from_json(text, where=str(path))
 
 
 def _from_mapping(cls: type, values: dict[str, Any], *, where: str) -> Any:
     known = {f.name for f in dataclasses.fields(cls)}
     if unknown := sorted(set(values) - known):
         raise InputError(f"{where} has unknown keys: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _whole(name: str, value: object, *, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_ratio(value: Any) -> bool:
+    return _is_number(value) and value >= 1
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(map(_is_ratio, value)) and value[0] <= value[1]

@@ -1,7 +1,8 @@
 """Short hashes that tell one base, tokenizer or adapter from another.
 
 A base is known by evenly spaced samples of every weight as it is stored, so that loading it in another dtype, on another
-device or quantised leaves its fingerprint the same, and a fine-tuned sibling has another one.
+device or quantised leaves its fingerprint the same, and a fine-tuned sibling has another one. A sibling that differs in a few
+single numbers only is told apart if they are among the samples.
 """
 
 import hashlib
@@ -13,9 +14,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["of_files", "of_model", "of_tensors", "of_tokenizer"]
+from dodo.architecture import layer_windows
+
+__all__ = ["of_base", "of_files", "of_model", "of_tensors", "of_tokenizer"]
 
 _SAMPLES = 64
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
@@ -23,16 +26,12 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", t
 
 def of_model(model: PreTrainedModel) -> str:
     """Fingerprint of a base from its parameters in memory; equal to `of_files` of its safetensors files if nothing was cast."""
-    seen: set[int] = set()
     entries = []
-    for name, parameter in model.named_parameters():
-        if id(parameter) in seen or parameter.dtype not in _DTYPES:
-            continue
-        seen.add(id(parameter))
+    for name, parameter in model.named_parameters():  # tied ones once
         flat = parameter.detach().reshape(-1)
         picks = torch.from_numpy(_spread(flat.numel())).to(flat.device)
         raw = flat[picks].cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        entries.append((name, _DTYPES[parameter.dtype], list(parameter.shape), raw))
+        entries.append((name, _DTYPES.get(parameter.dtype, str(parameter.dtype)), list(parameter.shape), raw))
     return _digest(entries)
 
 
@@ -60,6 +59,24 @@ def of_files(paths: Iterable[Path]) -> str:
             places = begin + _spread(count)[:, None] * width + np.arange(width)
             entries.append((name, entry["dtype"], entry["shape"], data[places].tobytes()))
     return _digest(entries)
+
+
+def of_base(weights: str, config: PreTrainedConfig) -> str:
+    """Fingerprint of a base's weights and of what its configuration makes of them: heads, windows, rotations.
+
+    Args:
+        weights: from `of_files` or `of_model`.
+        config: the base's.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [value for _, value in sorted(rope.items()) if isinstance(value, dict)] or [rope]
+    telling = [
+        weights,
+        [getattr(config, name, None) for name in ("model_type", "num_attention_heads", "rms_norm_eps")],
+        layer_windows(config),
+        [[rope.get(name) for name in ("rope_type", "rope_theta", "factor")] for rope in ropes],
+    ]
+    return hashlib.sha256(json.dumps(telling).encode()).hexdigest()[:16]
 
 
 def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

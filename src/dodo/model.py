@@ -59,7 +59,7 @@ class Dodo:
         self._base = base
         self.tokenizer: PreTrainedTokenizerBase = base.tokenizer
         self.compressor = Compressor(base.model, config).eval()
-        self._stamp()
+        self.stamp()
 
     @classmethod
     def from_model(
@@ -362,7 +362,7 @@ class Dodo:
 
     # -- what nuggets belong to
 
-    def _stamp(self) -> None:
+    def stamp(self) -> None:
         """Compute this model's fingerprint; to be called when the adapters' weights have changed."""
         compressor = self.compressor
         tensors = {name: p for name, p in compressor.adapters.named_parameters()}
@@ -370,7 +370,7 @@ class Dodo:
         tensors["soft_token"] = compressor.soft_token
         settings = dataclasses.replace(self.config, base=None, base_fingerprint=None, ratio=1.0, trained_ratios=None, seed=0)
         self.fingerprint = Fingerprint(
-            base=self._base.fingerprint,
+            base=fingerprint.of_base(self._base.fingerprint, compressor.base.config),
             tokenizer=fingerprint.of_tokenizer(self.tokenizer),
             adapter=fingerprint.of_tensors(tensors, settings=settings.to_json()),
         )
@@ -380,10 +380,11 @@ class Dodo:
         config = self.compressor.base.config
         layers, heads, width = nuggets.keys.shape[0], nuggets.keys.shape[2], nuggets.keys.shape[4]
         expected = config.num_key_value_heads or config.num_attention_heads
-        if layers != config.num_hidden_layers or heads != expected:
+        expected_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if (layers, heads, width) != (config.num_hidden_layers, expected, expected_width):
             raise FingerprintMismatch(
                 f"the nuggets have {layers} layers of {heads} heads of width {width}; this base has "
-                f"{config.num_hidden_layers} layers of {expected} heads"
+                f"{config.num_hidden_layers} layers of {expected} heads of width {expected_width}"
             )
         self.fingerprint.check(nuggets.fingerprint, what="the file or object with these nuggets")
 
@@ -411,7 +412,7 @@ class Dodo:
                 self.compressor.soft_token.copy_(soft)
         except (KeyError, RuntimeError) as error:
             raise InputError(f"{folder / SCORER_FILE} does not fit this base: {str(error).splitlines()[0]}") from None
-        self._stamp()
+        self.stamp()
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None, card: str | None = None) -> None:
         """Write adapters, scorer, soft token, the whole configuration and a model card; not the base.

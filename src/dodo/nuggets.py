@@ -198,7 +198,7 @@ class Nuggets:
             InputError: nothing to stack, or the parts differ in scheme, sinks or dtype.
             FingerprintMismatch: the parts belong to different models.
         """
-        first = _agreeing(parts, "stack")
+        first = _agreeing(parts, "stack", names=("scheme", "sinks", "dtype"))
         longest = max(part.mask.shape[1] for part in parts)
         joined = {name: torch.cat([_pad(getattr(p, name), 1, longest) for p in parts]) for name in _PER_STATE}
         joined |= {name: torch.cat([getattr(p, name) for p in parts]) for name in ("lengths", "next_positions")}
@@ -213,13 +213,13 @@ class Nuggets:
         Each part is a single text. States of all of them are kept, kept first tokens too.
 
         Raises:
-            InputError: nothing to join, a part is a batch, or the parts differ in scheme, sinks or dtype.
+            InputError: nothing to join, a part is a batch, or the parts differ in scheme or dtype.
             FingerprintMismatch: the parts belong to different models.
         """
-        first = _agreeing(parts, "join")
+        first = _agreeing(parts, "join", names=("scheme", "dtype"))
         if any(part.batch_size != 1 for part in parts):
             raise InputError("only single texts can be joined; take them out of their batch first: nuggets[i]")
-        moved, length = [], 0
+        moved, length, sinks = [], 0, sum(part.sinks for part in parts)
         start = int(first.next_positions) - _extent(first)
         for part in (p[0] for p in parts):
             here = part.shift(start - int(part.next_positions) + _extent(part))
@@ -231,9 +231,9 @@ class Nuggets:
         return dataclasses.replace(
             first,
             **joined,
-            lengths=first.lengths.new_tensor([length - first.sinks * len(parts)]),
+            lengths=first.lengths.new_tensor([length - sinks]),
             next_positions=moved[-1].next_positions,
-            sinks=first.sinks * len(parts),
+            sinks=sinks,
             ratio=first.ratio if all(part.ratio == first.ratio for part in parts) else None,
         )
 
@@ -261,13 +261,13 @@ def _extent(part: Nuggets) -> int:
     return int(part.lengths) + part.sinks if part.scheme == "original" else int(part.states)
 
 
-def _agreeing(parts: Sequence[Nuggets], verb: str) -> Nuggets:
+def _agreeing(parts: Sequence[Nuggets], verb: str, *, names: tuple[str, ...]) -> Nuggets:
     if not parts:
         raise InputError(f"there are no nuggets to {verb}")
     first = parts[0]
     for part in parts[1:]:
         first.fingerprint.check(part.fingerprint, what=f"one of the nuggets to {verb}")
-        for name in ("scheme", "sinks", "dtype"):
+        for name in names:
             if getattr(part, name) != getattr(first, name):
                 raise InputError(f"can't {verb} nuggets of different {name}: {getattr(first, name)}, {getattr(part, name)}")
     return first

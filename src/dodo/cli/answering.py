@@ -1,0 +1,92 @@
+"""What `ask` and `reconstruct` share: nuggets of a source, and text that comes piece by piece."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dodo.cli.options import Sampling, adapters_state, load_model, load_nuggets, note_fresh
+from dodo.cli.sources import Source
+from dodo.cli.terminal import echo_json, note, reporter
+from dodo.errors import WindowError
+
+if TYPE_CHECKING:
+    from dodo.model import Dodo
+    from dodo.nuggets import Nuggets
+
+__all__ = ["run"]
+
+
+def run(
+    source: Source,
+    *,
+    name: str,
+    key: str,
+    prompt: Callable[["Dodo"], str | None],
+    details: dict[str, Any],
+    ratio: float | None,
+    nuggets: int | None,
+    model: str,
+    device: str | None,
+    dtype: str,
+    max_new_tokens: Callable[["Nuggets"], int],
+    sampling: Sampling,
+    trust: bool,
+    as_json: bool,
+) -> None:
+    """Load, generate, print.
+
+    Args:
+        name: of the source, as it was given.
+        key: of the text in the JSON.
+        prompt: what the model is told after the nuggets; None asks for reconstruction.
+        details: more of the JSON.
+        trust: use nuggets of another fingerprint.
+
+    Other arguments are the flags.
+    """
+    dodo, loading = load_model(model, device, dtype)
+    note_fresh(dodo)
+    with reporter() as report:
+        if isinstance(source, str):
+            report("compressing the text first", 0, 0)
+        made, before = load_nuggets(dodo, source, ratio=ratio, nuggets=nuggets, trust=trust)
+    began = time.perf_counter()
+    first: float | None = None
+    pieces = []
+    try:
+        for piece in _pieces(dodo, made, prompt(dodo), max_new_tokens(made), sampling):
+            first = first or time.perf_counter() - began
+            pieces.append(piece)
+            if not as_json:
+                click.echo(piece, nl=False)
+    except WindowError as error:
+        hint = "lower --max-new-tokens, or compress the text with --positions compact"
+        raise WindowError(f"{str(error).rpartition('; ')[0]}; {hint}") from None
+    text = "".join(pieces)
+    seconds = {"load": loading, **before, "first_piece": first or 0.0, key: time.perf_counter() - began}
+    if as_json:
+        echo_json(
+            {
+                "input": name,
+                **details,
+                key: text,
+                "model": model,
+                "adapters": adapters_state(dodo),
+                "n": int(made.lengths),
+                "k": int(made.k),
+                "states": int(made.states),
+                "ratio_achieved": made.achieved_ratio,
+                "seed": sampling.seed,
+                "seconds": {what: round(value, 4) for what, value in seconds.items()},
+            }
+        )
+        return
+    click.echo()
+    if not text.strip():
+        note("the model ended at once and said nothing")
+
+
+def _pieces(dodo: "Dodo", nuggets: "Nuggets", prompt: str | None, new: int, sampling: Sampling) -> Iterator[str]:
+    return (piece for piece in dodo.stream(nuggets, prompt, max_new_tokens=new, **sampling.settings()) if piece)

@@ -1,0 +1,133 @@
+"""Reading what a verb is given and writing what it makes: every check that can be made before a model is loaded.
+
+A nuggets file is told from a text by its content: it is a safetensors file, whose first eight bytes are a small number.
+"""
+
+import os
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from dodo.errors import DodoError, InputError
+
+__all__ = ["Source", "check_output", "read_source", "read_text", "write_whole"]
+
+_LARGEST_HEADER = 100_000_000
+"""Bytes; safetensors' own limit. Eight bytes of text, read as a number, are far above it."""
+
+Source = str | Path
+"""A text, or the path of a nuggets file."""
+
+
+def read_text(name: str) -> str:
+    """The text in a file, or on standard input for '-'.
+
+    Raises:
+        click.UsageError: no such file, or a directory.
+        InputError: not UTF-8 text, empty, or a nuggets file.
+    """
+    data = _read(name)
+    if _is_safetensors(data):
+        raise InputError(f"{name} is a nuggets or safetensors file, not a text; ask it questions with: dodo ask {name} ...")
+    return _decode(data, name)
+
+
+def read_source(name: str) -> Source:
+    """The text in a file (or on standard input for '-'), or the path of a nuggets file.
+
+    Raises:
+        click.UsageError: no such file, or a directory.
+        InputError: neither nuggets nor UTF-8 text, or empty.
+    """
+    data = _read(name)
+    if name != "-":
+        if _is_safetensors(data):
+            return Path(name)
+        if Path(name).suffix == ".nuggets":
+            with suppress(InputError):
+                return _decode(data, name)
+            return Path(name)  # empty, or damaged from its first bytes: loading it says so
+    return _decode(data, name)
+
+
+def check_output(path: Path, *, flag: str, force: bool) -> None:
+    """Refuse an output path that can't be written, or that exists without --force.
+
+    Raises:
+        click.UsageError: names the flag and the path.
+    """
+    if path.is_dir():
+        raise click.UsageError(f"{flag} {path}: is a directory; give the name of a file")
+    if not path.parent.is_dir():
+        raise click.UsageError(f"{flag} {path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise click.UsageError(f"{flag} {path}: the folder {path.parent} is not writable")
+    if path.exists() and not force:
+        raise click.UsageError(f"{flag} {path}: exists already; choose another name, or pass --force to replace it")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        DodoError: it could not be written; what stood there is unchanged.
+    """
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DodoError(f"could not write {path}: {error.strerror or error}; nothing was changed") from None
+    finally:
+        if temporary is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+def _read(name: str) -> bytes:
+    if name == "-":
+        if sys.stdin.isatty():
+            click.echo("reading the text from the terminal; end it with Ctrl-D", err=True)
+        return click.get_binary_stream("stdin").read()
+    path = Path(name)
+    if path.is_dir():
+        raise click.UsageError(f"FILE {name}: is a directory; give the name of a text file")
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise click.UsageError(f"FILE {name}: there is no such file") from None
+    except OSError as error:
+        raise InputError(f"FILE {name}: could not be read: {error.strerror or error}") from None
+
+
+def _decode(data: bytes, name: str) -> str:
+    shown = "standard input" if name == "-" else name
+    if not data:
+        raise InputError(f"{shown} is empty: there is nothing to compress")
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError(f"{shown} is UTF-16 (byte offset 0), not UTF-8; convert it: iconv -f UTF-16 -t UTF-8")
+    if (offset := data.find(b"\0")) >= 0:
+        raise InputError(f"{shown} is binary, not text: byte 0x00 at byte offset {offset}; give a UTF-8 text")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{shown} is not UTF-8 text: byte 0x{data[error.start]:02x} at byte offset {error.start}; "
+            "convert it (for instance iconv -f LATIN1 -t UTF-8) or give another file"
+        ) from None
+    text = text.removeprefix("\ufeff")
+    if not text:
+        raise InputError(f"{shown} is empty but for a byte order mark: there is nothing to compress")
+    return text
+
+
+def _is_safetensors(data: bytes) -> bool:
+    return data[8:9] == b"{" and int.from_bytes(data[:8], "little") <= _LARGEST_HEADER

@@ -1,0 +1,115 @@
+"""Laws of the command as a whole: quick help, exit codes, errors of one line."""
+
+import os
+import subprocess
+import sys
+import warnings
+from importlib.util import find_spec
+
+import pytest
+
+from tests.cli.conftest import COMMAND
+from dodo import __version__
+from dodo.cli import VERBS
+from dodo.errors import DodoWarning, DownloadError
+
+
+def test_importing_the_command_loads_neither_torch_nor_transformers():
+    probe = (
+        "import sys, dodo.cli, dodo.cli.ask, dodo.cli.compress, dodo.cli.info, dodo.cli.inspect, dodo.cli.pull, "
+        "dodo.cli.reconstruct; print([m for m in ('torch', 'transformers', 'peft', 'numpy', 'rich') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_lists_every_verb_with_its_line(run):
+    shown = run("--help").stdout
+    for verb, line in VERBS.items():
+        assert verb in shown
+        assert line.split()[0] in shown
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_a_module(verb):
+    assert find_spec(f"dodo.cli.{verb.replace('-', '_')}") is not None
+
+
+@pytest.mark.parametrize("verb", ["pull", "compress", "ask", "reconstruct", "inspect", "info"])
+def test_every_help_page_has_examples_and_json(verb, run):
+    shown = run(verb, "--help")
+    assert shown.exit_code == 0
+    assert "Examples:" in shown.stdout
+    assert f"  dodo {verb}" in shown.stdout
+    assert "--json" in shown.stdout
+
+
+def test_version_is_the_package_version(run):
+    assert run("--version").stdout == f"dodo {__version__}\n"
+
+
+def test_unknown_verb_is_a_usage_error_that_names_the_verbs(run):
+    result = run("squash")
+    assert result.exit_code == 2
+    assert "there is no verb 'squash'" in result.stderr
+    assert "compress" in result.stderr
+
+
+def test_unknown_option_is_a_usage_error_of_one_line(run):
+    result = run("info", "--frobnicate")
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert "--frobnicate" in result.stderr
+    assert "dodo info --help" in result.stderr
+
+
+def test_no_verb_shows_help_and_is_a_usage_error():
+    done = subprocess.run(COMMAND, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Verbs" in done.stderr
+
+
+def test_failure_is_one_line_and_exit_1(run, monkeypatch):
+    def fail(*arguments, **more):
+        raise DownloadError("no connection,\nnot today")
+
+    monkeypatch.setattr("dodo.pull.pull", fail)
+    result = run("pull")
+    assert result.exit_code == 1
+    assert result.stderr == "error: no connection, not today\n"
+
+
+def test_interrupt_exits_130(run, monkeypatch):
+    def interrupt(*arguments, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dodo.pull.pull", interrupt)
+    result = run("pull")
+    assert result.exit_code == 130
+    assert "Traceback" not in result.stderr
+
+
+def test_warnings_are_lines_on_stderr(run, monkeypatch, tmp_path):
+    def warning(*arguments, **more):
+        warnings.warn("mind\nthe gap", DodoWarning, stacklevel=1)
+        return tmp_path
+
+    monkeypatch.setattr("dodo.pull.pull", warning)
+    result = run("pull")
+    assert result.exit_code == 0
+    assert result.stderr == "warning: mind the gap\n"
+    assert result.stdout == f"{tmp_path}\n"
+
+
+def test_a_reader_that_hangs_up_causes_no_traceback(document, models):
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [*COMMAND, "ask", document, "Where?", "--model", models.base], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(write)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr

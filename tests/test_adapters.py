@@ -1,0 +1,143 @@
+"""Laws of the two adapters."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dodo.adapters import PHI, THETA, Adapters
+from dodo.compressor import Compressor
+from dodo.config import LoraSettings
+from tests.conftest import FAMILIES, Pair, small_config, stir, tiny_model, tokens
+
+Maker = Callable[..., Pair]
+
+
+def _loss(compressor: Compressor, ids: Tensor) -> Tensor:
+    made = compressor.encode(ids[:, :20], ratio=3)
+    logits = compressor.decode(made, ids[:, 20:], soft_token=True).float()
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 20:].flatten())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", ["qkv", "all-linear"])
+def test_one_step_changes_both_adapters_the_scorer_and_the_soft_token_but_not_the_base(
+    pair: Maker, family: str, targets: str
+) -> None:
+    lora = LoraSettings(rank=2, targets=targets)  # type: ignore[arg-type]
+    compressor = stir(pair(family, encoder=lora, decoder=lora).compressor)
+    before = {name: p.detach().clone() for name, p in compressor.named_parameters()}
+    _loss(compressor, tokens(2, 30)).backward()
+    with torch.no_grad():
+        for parameter in compressor.parameters():
+            if parameter.grad is not None:
+                parameter -= parameter.grad
+    changed = {name for name, p in compressor.named_parameters() if not torch.equal(before[name], p)}
+    trainable = {name for name, p in compressor.named_parameters() if p.requires_grad}
+    assert changed <= trainable
+    for part in (".phi.", ".theta.", "scorer.hidden", "scorer.output", "soft_token"):
+        assert any(part in name for name in changed), part
+    last = f"layers.{compressor.base.config.num_hidden_layers - 1}."
+    for name in trainable - changed:  # what the nuggets of the last layer do not depend on
+        assert ".phi." in name and last in name, name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3"])
+def test_gradient_checkpointing_gives_the_same_gradients(pair: Maker, family: str) -> None:
+    plain = stir(pair(family).compressor)
+    checkpointed = stir(pair(family).compressor)
+    checkpointed.adapters.checkpoint_gradients()
+    ids = tokens(2, 30)
+    for compressor in (plain, checkpointed):
+        _loss(compressor, ids).backward()
+    for (name, a), (_, b) in zip(plain.named_parameters(), checkpointed.named_parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_checkpointing_recomputes_layers(pair: Maker) -> None:
+    compressor = stir(pair("llama").compressor)
+    compressor.adapters.checkpoint_gradients()
+    calls = []
+    compressor.base.base_model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
+    loss = _loss(compressor, tokens(1, 30))
+    forward = len(calls)
+    loss.backward()
+    assert len(calls) > forward
+
+
+def test_the_adapter_that_is_on_decides_and_the_one_before_comes_back(pair: Maker) -> None:
+    made = pair("llama")
+    compressor, ids = stir(made.compressor), tokens(1, 10)
+    adapters = compressor.adapters
+    with torch.no_grad():
+        with adapters.use(PHI):
+            phi = compressor.base(ids).logits
+            with adapters.use(THETA):
+                theta = compressor.base(ids).logits
+            again = compressor.base(ids).logits
+        off = compressor.base(ids).logits
+    assert torch.equal(phi, again)
+    assert not torch.allclose(phi, theta)
+    assert torch.equal(off, made.base(ids).logits)
+
+
+def test_an_error_inside_switches_back(pair: Maker) -> None:
+    adapters = pair("llama").compressor.adapters
+    for switch in (adapters.use, adapters.merged):
+        with pytest.raises(RuntimeError, match="inside"), torch.no_grad(), switch(THETA):
+            raise RuntimeError("inside")
+        assert adapters.current is None
+
+
+@pytest.mark.parametrize("family", ["llama", "llama, tied", "phi3"])
+def test_merged_weights_compute_the_same_and_leave_the_base_bit_by_bit(pair: Maker, family: str) -> None:
+    compressor, ids = stir(pair(family).compressor), tokens(2, 10)
+    before = {name: p.detach().clone() for name, p in compressor.named_parameters()}
+    with torch.no_grad():
+        with compressor.adapters.use(THETA):
+            beside = compressor.base(ids).logits
+        with compressor.adapters.merged(THETA):
+            merged = compressor.base(ids).logits
+    torch.testing.assert_close(merged, beside, atol=1e-4, rtol=1e-4)
+    assert all(torch.equal(before[name], p) for name, p in compressor.named_parameters())
+
+
+def test_merged_weights_follow_the_adapters(pair: Maker) -> None:
+    compressor, ids = stir(pair("llama").compressor), tokens(1, 10)
+    with torch.no_grad():
+        with compressor.adapters.merged(THETA):
+            first = compressor.base(ids).logits
+        stir(compressor, seed=99)
+        with compressor.adapters.merged(THETA):
+            second = compressor.base(ids).logits
+        with compressor.adapters.use(THETA):
+            expected = compressor.base(ids).logits
+    assert not torch.allclose(first, second)
+    torch.testing.assert_close(second, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_merging_is_left_out_where_gradients_are_wanted(pair: Maker) -> None:
+    compressor = stir(pair("llama").compressor)
+    with compressor.adapters.merged(THETA):
+        assert compressor.adapters.current == THETA
+
+
+def test_fresh_adapters_of_one_seed_agree_and_leave_the_global_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first = Compressor(tiny_model("llama"), small_config(seed=1))
+    torch.manual_seed(5)
+    Compressor(copy.deepcopy(tiny_model("llama")), small_config(seed=1))
+    torch.manual_seed(5)
+    lora = LoraSettings(rank=2)
+    model = tiny_model("llama")
+    torch.manual_seed(5)
+    second = Adapters(model, encoder=lora, decoder=lora, seed=1)
+    assert torch.equal(torch.rand(3), expected)
+    for a, b in zip(first.adapters.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,102 @@
+"""Laws of `dodo.selection`."""
+
+import math
+
+import pytest
+import torch
+
+from dodo.errors import InputError
+from dodo.selection import count_nuggets, gather_tokens, select_top_k
+
+
+@pytest.mark.parametrize("n", [1, 2, 9, 10, 11, 128, 2047])
+@pytest.mark.parametrize("ratio", [1, 1.5, 5, 10, 20, 5000])
+def test_k_is_the_ceiling_of_n_over_r(n: int, ratio: float) -> None:
+    assert count_nuggets(n, ratio=ratio) == math.ceil(n / ratio)
+
+
+@pytest.mark.parametrize("n", range(1, 200, 7))
+def test_the_ratio_that_k_gives_gives_k_back(n: int) -> None:
+    for k in range(1, n + 1):
+        assert count_nuggets(n, ratio=n / k) == k
+
+
+@pytest.mark.parametrize("ratio", [0, 0.5, -1, math.nan, math.inf, True, "10", None])
+def test_a_ratio_below_one_or_no_number_is_refused(ratio: object) -> None:
+    with pytest.raises(InputError):
+        count_nuggets(10, ratio=ratio)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nuggets", [0, -3, 2.0, True, "4"])
+def test_a_number_of_nuggets_below_one_or_not_whole_is_refused(nuggets: object) -> None:
+    with pytest.raises(InputError):
+        count_nuggets(10, nuggets=nuggets)  # type: ignore[arg-type]
+
+
+def test_ratio_and_number_together_are_refused() -> None:
+    with pytest.raises(InputError, match="not both"):
+        count_nuggets(10, ratio=2, nuggets=5)
+
+
+def test_more_nuggets_than_tokens_give_all_tokens() -> None:
+    assert count_nuggets(7, nuggets=100) == 7
+
+
+def test_no_tokens_are_refused() -> None:
+    with pytest.raises(InputError, match="no tokens"):
+        count_nuggets(0, ratio=2)
+
+
+def test_selection_equals_a_slow_reference() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        n = int(torch.randint(1, 40, (), generator=generator))
+        k = int(torch.randint(1, n + 1, (), generator=generator))
+        scores = torch.randint(0, 6, (n,), generator=generator).float()  # many ties
+        others = sorted(range(n - 1), key=lambda i: (-float(scores[i]), i))  # noqa: B023
+        expected = sorted([*others[: k - 1], n - 1])
+        chosen = select_top_k(scores[None], torch.tensor([k]), torch.ones(1, n, dtype=torch.bool))
+        assert chosen.indices[0].tolist() == expected
+
+
+def test_indices_are_unique_ascending_and_end_with_the_last_token() -> None:
+    scores = torch.randn(5, 50, generator=torch.Generator().manual_seed(1))
+    chosen = select_top_k(scores, torch.full((5,), 9), torch.ones(5, 50, dtype=torch.bool))
+    assert bool((chosen.indices.diff(dim=1) > 0).all())
+    assert chosen.indices[:, -1].tolist() == [49] * 5
+
+
+def test_rows_of_different_lengths_select_as_they_do_alone() -> None:
+    scores = torch.randn(2, 20, generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(20) < torch.tensor([[20], [11]])
+    chosen = select_top_k(scores, torch.tensor([4, 3]), mask)
+    alone = select_top_k(scores[1:, :11], torch.tensor([3]), mask[1:, :11])
+    assert chosen.indices[1, :3].tolist() == alone.indices[0].tolist()
+    assert chosen.mask.tolist() == [[True] * 4, [True] * 3 + [False]]
+
+
+def test_padding_is_never_selected_even_with_the_highest_score() -> None:
+    scores = torch.zeros(1, 6)
+    scores[0, 4:] = 100
+    mask = torch.tensor([[True] * 4 + [False] * 2])
+    assert select_top_k(scores, torch.tensor([2]), mask).indices.tolist() == [[0, 3]]
+
+
+def test_scores_that_are_not_finite_are_refused() -> None:
+    scores = torch.tensor([[0.0, math.nan, 1.0]])
+    with pytest.raises(InputError, match="not finite"):
+        select_top_k(scores, torch.tensor([2]), torch.ones(1, 3, dtype=torch.bool))
+
+
+def test_selecting_more_than_there_is_is_refused() -> None:
+    with pytest.raises(InputError, match="can't select"):
+        select_top_k(torch.zeros(1, 3), torch.tensor([4]), torch.ones(1, 3, dtype=torch.bool))
+
+
+def test_gather_takes_the_same_tokens_of_every_head() -> None:
+    states = torch.randn(2, 3, 7, 5)
+    indices = torch.tensor([[0, 6], [2, 3]])
+    taken = gather_tokens(states, indices)
+    for b in range(2):
+        for h in range(3):
+            torch.testing.assert_close(taken[b, h], states[b, h, indices[b]])
