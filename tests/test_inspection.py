@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from tests.cli.tiny import TEXT, save_model
 from dodo.config import DodoConfig
 from dodo.errors import InputError
 from dodo.inspection import Inspection, ScoredToken, grey, inspect_text, to_marked_text, to_terminal, visible
 from dodo.inspection_html import to_html
 from dodo.inspection_png import to_png
 from dodo.model import Dodo
+from tests.cli.tiny import TEXT, save_model
 
 TEXTS = [
     TEXT,
@@ -69,7 +69,9 @@ def test_a_character_of_several_tokens_is_one_span(model):
 
 def test_a_span_is_selected_if_one_of_its_tokens_is_and_has_the_highest_shade():
     tokens = tuple(
-        ScoredToken(index=i, id=i, token="?", start=0, end=1, score=i, rank=2 - i, shade=15 * i, selected=i == 0, kept_first=False)
+        ScoredToken(
+            index=i, id=i, token="?", start=0, end=1, score=i, rank=2 - i, shade=15 * i, selected=i == 0, kept_first=False
+        )
         for i in range(2)
     )
     (span,) = Inspection(text="🙂", tokens=tokens, n=2, k=1, trained=True).spans()
@@ -109,11 +111,12 @@ def test_marks_change_if_the_text_has_brackets(model):
     assert re.sub("⟦<s>⟧|[⟦⟧]", "", shown) == "with [brackets]"
 
 
-def test_terminal_colours_set_both_sides(model):
-    shown = to_terminal(inspected(model))
+@pytest.mark.parametrize(("few", "green"), [(False, "on rgb(153,255,153)"), (True, "on bright_green")])
+def test_terminal_colours_set_both_sides(few, green, model):
+    shown = to_terminal(inspected(model), few_colours=few)
     for part in shown.spans:
-        assert " on rgb(" in str(part.style)
-    assert any("on rgb(153,255,153)" in str(part.style) for part in shown.spans)
+        assert " on " in str(part.style)
+    assert any(green in str(part.style) for part in shown.spans)
 
 
 @pytest.mark.parametrize("code", [*range(9), 11, 12, 13, *range(14, 32), 127, 0x9B])
@@ -223,7 +226,9 @@ def test_picture_of_characters_that_no_font_has_warns(model):
 
 def test_picture_of_a_very_long_text_is_refused(model):
     tokens = tuple(
-        ScoredToken(index=i, id=i, token="a", start=2 * i, end=2 * i + 1, score=0.0, rank=1, shade=0, selected=False, kept_first=False)
+        ScoredToken(
+            index=i, id=i, token="a", start=2 * i, end=2 * i + 1, score=0.0, rank=1, shade=0, selected=False, kept_first=False
+        )
         for i in range(2000)
     )
     with pytest.raises(InputError, match="--html"):

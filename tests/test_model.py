@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import MistralConfig, MistralForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from dodo.config import DodoConfig, LoraSettings
 from dodo.errors import DodoWarning, FingerprintMismatch, InputError, WindowError
@@ -24,8 +24,10 @@ Maker = Callable[..., Dodo]
 def make() -> Maker:
     """A Dodo of a tiny Llama with a byte tokenizer; its base is kept untouched as `dodo.plain`."""
 
-    def made(*, stirred: bool = False, model: dict[str, object] | None = None, **config: object) -> Dodo:
-        base = tiny_llama(**(model or {}))
+    def made(
+        *, stirred: bool = False, model: dict[str, object] | None = None, window: int | None = None, **config: object
+    ) -> Dodo:
+        base = tiny_llama(**(model or {})) if window is None else _sliding(window)
         plain = copy.deepcopy(base)
         lora = LoraSettings(rank=2)
         settings: dict[str, object] = {"feature_layer": 2, "encoder": lora, "decoder": lora} | config
@@ -37,6 +39,29 @@ def make() -> Maker:
         return dodo
 
     return made
+
+
+_SHARED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "rms_norm_eps",
+)
+
+
+def _sliding(window: int) -> MistralForCausalLM:
+    """The same weights in a model whose layers see `window` positions."""
+    reference = tiny_llama()
+    settings = {k: v for k, v in reference.config.to_dict().items() if k in _SHARED}
+    model = MistralForCausalLM(MistralConfig(**settings, sliding_window=window))
+    model.load_state_dict(reference.state_dict())
+    return model.eval()
 
 
 # -- r = 1 with fresh adapters generates what the base generates
@@ -55,18 +80,8 @@ def make() -> Maker:
 )
 @pytest.mark.parametrize("window", [None, 9])
 def test_ratio_one_generates_what_the_base_generates(make: Maker, settings: dict[str, object], window: int | None) -> None:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    if window is None:
-        dodo = make()
-        base = dodo.plain  # type: ignore[attr-defined]
-    else:
-        reference = tiny_llama()
-        config = MistralConfig(**{k: v for k, v in reference.config.to_dict().items() if k in _SHARED}, sliding_window=window)
-        base = MistralForCausalLM(config)
-        base.load_state_dict(reference.state_dict())
-        base.eval()
-        dodo = Dodo.from_model(copy.deepcopy(base), byte_tokenizer(), DodoConfig(feature_layer=2))
+    dodo = make(window=window)
+    base = dodo.plain  # type: ignore[attr-defined]
     context = dodo.document_ids(TEXT)
     prompt = dodo.tokenizer(" They were", add_special_tokens=False)["input_ids"]
     torch.manual_seed(0)
@@ -77,20 +92,6 @@ def test_ratio_one_generates_what_the_base_generates(make: Maker, settings: dict
     torch.manual_seed(0)
     made = dodo.generate_ids(nuggets, [prompt], max_new_tokens=12, **rules)
     assert made == [_before_end(row[ids.shape[1] :].tolist()) for row in expected]
-
-
-_SHARED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "rms_norm_eps",
-)
 
 
 def _before_end(ids: list[int]) -> list[int]:
@@ -114,10 +115,11 @@ def test_asking_twice_gives_the_same_answer_and_leaves_the_nuggets(make: Maker) 
     assert torch.equal(nuggets.keys, keys)
 
 
-def test_generation_steps_equal_a_full_forward_pass(make: Maker) -> None:
-    """Greedy tokens are the argmax of `decode` over everything so far."""
-    dodo = make(stirred=True)
-    nuggets = dodo.compress(TEXT, ratio=5)
+@pytest.mark.parametrize("window", [None, 9])
+def test_generation_steps_equal_a_full_forward_pass(make: Maker, window: int | None) -> None:
+    """Greedy tokens are the argmax of `decode` over everything so far; a window reaches over the gaps between nuggets."""
+    dodo = make(stirred=True, window=window)
+    nuggets = dodo.compress(TEXT, ratio=3)
     prompt = dodo.tokenizer(" and", add_special_tokens=False)["input_ids"]
     (made,) = dodo.generate_ids(nuggets, [prompt], max_new_tokens=9)
     with torch.no_grad():

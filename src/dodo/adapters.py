@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -178,8 +179,9 @@ class Adapters:
             try:
                 with self._all_listed():
                     result = self.peft.load_adapter(str(folder / name), adapter_name=name, is_trainable=True)
-            except RuntimeError as error:
-                raise InputError(f"{folder / name} does not fit this base and configuration: {error}") from None
+            except (RuntimeError, ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+                first = (str(error).strip() or repr(error)).splitlines()[-1].strip()
+                raise InputError(f"{folder / name} is damaged, or does not fit this base and configuration: {first}") from error
             missing = [key for key in getattr(result, "missing_keys", []) if f".{name}." in key]
             if missing:
                 raise InputError(f"{folder / name} lacks {len(missing)} weights, the first of them {missing[0]}")

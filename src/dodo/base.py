@@ -4,7 +4,6 @@ Nothing here is about Dodo: what comes out is a transformers model, its tokenize
 """
 
 import json
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -62,41 +61,44 @@ def load_base(
         UnsupportedModelError: its architecture can't hold nuggets.
         DownloadError: an alias could not be fetched.
     """
-    source, options = _locate(str(name), revision, progress)
-    options |= {"dtype": dtype, "attn_implementation": attn_implementation}
-    where = {k: v for k, v in options.items() if k in ("gguf_file", "revision")}
+    source, where = _locate(str(name), revision, progress)
+    where |= {"trust_remote_code": False}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    if "gguf_file" not in where:
+        options["use_safetensors"] = True  # never a pickle
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if quantization is not None:
         options |= {"quantization_config": _bitsandbytes(quantization), "device_map": {"": str(device)}}
     try:
         check_supported(AutoConfig.from_pretrained(source, **where), allow_untested=allow_untested)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning)
-            model = AutoModelForCausalLM.from_pretrained(source, **options)
+        model, report = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **where, **options)
+        if missing := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
+            raise InputError(f"{str(name)!r} lacks {len(missing)} of its weights, the first of them {missing[0]}")
+        if quantization is None:
+            model = model.to(device)
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
     except DodoError:
         raise
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # transformers raises whatever a broken file makes it stumble over
         first = (str(error).strip() or repr(error)).splitlines()[0]
-        raise InputError(f"could not load a base model from {str(name)!r}: {first}") from None
-    if quantization is None:
-        model = model.to(device)
-    return LoadedBase(model.eval(), tokenizer, _fingerprint(source, options, model), str(name))
+        hint = "" if "/" in str(name) else f" (known aliases: {', '.join(BASES)})"
+        raise InputError(f"could not load a base model from {str(name)!r}{hint}: {first}") from error
+    return LoadedBase(model.eval(), tokenizer, _fingerprint(source, where, model), str(name))
 
 
 def _locate(name: str, revision: str | None, progress: Progress) -> tuple[str, dict[str, Any]]:
     if name in BASES:
         return str(pull(name, progress=progress)), {}
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise InputError(f"there is no GGUF file {name}")
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise InputError(f"{name} is a folder without a config.json: not a transformers model")
-        return name, {}
+            raise InputError(f"{name!r} is a folder without a config.json: not a transformers model")
+        return str(path), {}
     if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise InputError(f"{name!r} is neither a model folder, nor a .gguf file, nor a hub id, nor one of {', '.join(BASES)}")
     return name, {} if revision is None else {"revision": revision}
@@ -114,17 +116,13 @@ def _bitsandbytes(quantization: str) -> Any:
     return BitsAndBytesConfig(load_in_4bit=quantization == "4bit", load_in_8bit=quantization == "8bit")
 
 
-def _fingerprint(source: str, options: dict[str, Any], model: PreTrainedModel) -> str:
-    if "gguf_file" in options:
-        return fingerprint.of_files([Path(source) / options["gguf_file"]])
+def _fingerprint(source: str, where: dict[str, Any], model: PreTrainedModel) -> str:
+    if "gguf_file" in where:
+        return fingerprint.of_files([Path(source) / where["gguf_file"]])
     if not Path(source).is_dir():
         from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
 
-        try:
-            found = try_to_load_from_cache(source, "config.json", revision=options.get("revision"))
-        except HFValidationError:
-            found = None
+        found = try_to_load_from_cache(source, "config.json", revision=where.get("revision"))
         if not isinstance(found, str):
             return fingerprint.of_model(model)
         source = str(Path(found).parent)

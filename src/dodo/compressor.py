@@ -122,7 +122,9 @@ class Compressor(nn.Module):
             scores = self.score(input_ids)
         elif order is not None:
             scores = scores.gather(1, order)
-        selection, sinks = self.select(scores, real, ratio=ratio, nuggets=nuggets)
+        if select_by is not None and order is not None:
+            select_by = select_by.gather(1, order)
+        selection, sinks = self.select(scores if select_by is None else select_by, real, ratio=ratio, nuggets=nuggets)
 
         compact = self.config.positions == "compact"
         total = int(real.sum(-1).max())

@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from dodo.errors import InputError
 
-__all__ = ["DodoConfig", "LoraSettings", "PositionScheme"]
+__all__ = ["CONFIG_FILE", "DodoConfig", "LoraSettings", "PositionScheme"]
 
 PositionScheme = Literal["original", "compact"]
 
+CONFIG_FILE = "dodo_config.json"
 CONFIG_VERSION = 1
 
 

@@ -183,22 +183,26 @@ def to_marked_text(inspection: Inspection) -> str:
     return "".join(shown)
 
 
-def to_terminal(inspection: Inspection) -> "Text":
-    """The text for a terminal with colours, as on paper: greys on white, nuggets on green."""
+def to_terminal(inspection: Inspection, *, few_colours: bool = False) -> "Text":
+    """The text for a terminal with colours, as on paper: greys on white, nuggets on green.
+
+    Background and foreground are both set, so that it reads alike on dark and light terminals.
+
+    Args:
+        inspection: what to show.
+        few_colours: for terminals of 16 colours: two greys and their green.
+    """
     from rich.text import Text
 
     shown = Text()
-    marked = "bold rgb(0,0,0) on rgb({},{},{})".format(*GREEN)
+    marked = "bold black on bright_green" if few_colours else "bold rgb(0,0,0) on rgb({},{},{})".format(*GREEN)
     for span in inspection.spans():
         level = grey(span.shade)
         plain = f"rgb({level},{level},{level}) on rgb(255,255,255)"
+        if few_colours:
+            plain = ("black" if span.shade >= SHADES // 2 else "bright_black") + " on bright_white"
         before, core, after = parts(span)
-        for piece, style in (
-            (before, plain),
-            (core, marked if span.selected else plain),
-            (after, plain),
-        ):
-            shown.append(piece, style=style)
+        shown.append(before, style=plain).append(core, style=marked if span.selected else plain).append(after, style=plain)
     return shown
 
 

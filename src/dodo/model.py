@@ -13,28 +13,28 @@ import dataclasses
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, TextIteratorStreamer
 
-from dodo import fingerprint
+from dodo import fingerprint, hub
 from dodo.adapters import THETA
 from dodo.attention import cache_argument, windows_by_position
 from dodo.base import LoadedBase, load_base
 from dodo.compressor import Compressor
-from dodo.config import DodoConfig
+from dodo.config import CONFIG_FILE, DodoConfig
 from dodo.errors import DodoWarning, FingerprintMismatch, InputError, WindowError
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.prompts import question_prompt
 
 __all__ = ["Dodo"]
 
-CONFIG_FILE = "dodo_config.json"
 SCORER_FILE = "scorer.safetensors"
 SHIPPED = Path(__file__).parent / "weights"
 """Trained adapters that come with the package, one folder per base alias."""
@@ -102,6 +102,8 @@ class Dodo:
         """
         folder = None if fresh or config is not None else _adapter_folder(str(name), revision)
         if folder is None:
+            if base is not None and not (fresh or config is not None):
+                raise InputError(f"{str(name)!r} has no {CONFIG_FILE}, so there are no adapters to put on {str(base)!r}")
             return cls(load_base(base or name, revision=revision, **loading), config)
         config = DodoConfig.load(folder / CONFIG_FILE)
         if base is None and config.base is None:
@@ -277,13 +279,15 @@ class Dodo:
 
     def stream(
         self, nuggets: Nuggets, prompt: str | None, *, max_new_tokens: int = 128, **generation: Any
-    ) -> Iterator[str]:
-        """Like `generate` for one text, piece by piece as the text comes."""
+    ) -> Generator[str, None, None]:
+        """Like `generate` for one text, piece by piece as the text comes. Generation ends when the iterator is closed."""
         streamer = TextIteratorStreamer(
             self.tokenizer, skip_prompt=prompt is not None, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         rows = None if prompt is None else [self._prompt_ids(prompt)]
         failure: list[BaseException] = []
+        hung_up = _HungUp()
+        generation["stopping_criteria"] = [*generation.get("stopping_criteria", ()), hung_up]
 
         def run() -> None:
             try:
@@ -295,8 +299,11 @@ class Dodo:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        yield from streamer
-        thread.join()
+        try:
+            yield from streamer
+        finally:
+            hung_up.event.set()
+            thread.join()
         if failure:
             raise failure[0]
 
@@ -401,18 +408,22 @@ class Dodo:
             InputError: a file is missing or does not fit.
         """
         folder = Path(folder)
-        self.compressor.adapters.load(folder)
-        if not (folder / SCORER_FILE).is_file():
-            raise InputError(f"{folder} has no {SCORER_FILE}")
-        tensors = load_file(folder / SCORER_FILE)
         try:
+            tensors = load_file(folder / SCORER_FILE)
+        except FileNotFoundError:
+            raise InputError(f"{folder} has no {SCORER_FILE}") from None
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{folder / SCORER_FILE} is damaged or truncated: {error}") from None
+        try:
+            self.compressor.adapters.load(folder)
             soft = tensors.pop("soft_token")
             self.compressor.scorer.load_state_dict({k.removeprefix("scorer."): v for k, v in tensors.items()})
             with torch.no_grad():
-                self.compressor.soft_token.copy_(soft)
+                self.compressor.soft_token.copy_(soft.view_as(self.compressor.soft_token))
         except (KeyError, RuntimeError) as error:
             raise InputError(f"{folder / SCORER_FILE} does not fit this base: {str(error).splitlines()[0]}") from None
-        self.stamp()
+        finally:  # also half-loaded adapters are others than before
+            self.stamp()
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None, card: str | None = None) -> None:
         """Write adapters, scorer, soft token, the whole configuration and a model card; not the base.
@@ -421,34 +432,45 @@ class Dodo:
             folder: made if it is not there.
             dtype: of the stored weights; None keeps their own.
             card: text of the model card (README.md); None writes a short one.
+
+        Raises:
+            InputError: the folder can't be written; what was complete in it is unchanged or replaced whole.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".saving.") as scratch:
+                self._write(Path(scratch), dtype, card)
+                for path in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
+                    target = folder / path.relative_to(scratch)
+                    target.parent.mkdir(exist_ok=True)
+                    path.replace(target)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"could not save to {folder}: {error}") from None
+
+    def _write(self, folder: Path, dtype: torch.dtype | None, card: str | None) -> None:
         self.compressor.adapters.save(folder)
         tensors = {f"scorer.{name}": tensor for name, tensor in self.compressor.scorer.state_dict().items()}
         tensors["soft_token"] = self.compressor.soft_token.detach()
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, folder / SCORER_FILE)
         if dtype is not None:
             for path in (folder / SCORER_FILE, *folder.glob("*/adapter_model.safetensors")):
-                save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path)
+                save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path, _metadata(path))
         (folder / CONFIG_FILE).write_text(self.config.to_json(), encoding="utf-8")
         (folder / "README.md").write_text(card or self._card(), encoding="utf-8")
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload what `save_pretrained` writes. Returns the commit's address."""
-        from huggingface_hub import HfApi
-
-        api = HfApi(token=token)
-        api.create_repo(repo_id, private=private, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload Dodo adapters"))
+            return hub.upload(Path(folder), repo_id, private=private, token=token)
 
     def _card(self) -> str:
         config = self.config
         trained = f"{config.trained_ratios[0]:g} to {config.trained_ratios[1]:g}" if config.trained_ratios else "not trained"
+        base = f"base_model: {config.base}\n" if hub.is_hub_id(str(config.base)) else ""  # the hub takes ids only
         return (
-            f"---\nlibrary_name: dodo-lm\nbase_model: {config.base}\ntags: [context-compression, dodo]\n---\n\n"
+            f"---\nlibrary_name: dodo-lm\n{base}tags: [context-compression, dodo]\n---\n\n"
             f"# Dodo adapters for {config.base}\n\n"
             "LoRA adapters phi and theta, scorer and soft token that compress a context into nuggets "
             "(Qin et al., Dodo: Dynamic Contextual Compression for Decoder-only LMs).\n\n"
@@ -478,27 +500,30 @@ class Dodo:
         return ids.to(self.device), mask.to(self.device)
 
 
+class _HungUp(StoppingCriteria):
+    """Ends a generation that nobody reads any more."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device)
+
+
 def _adapter_folder(name: str, revision: str | None) -> Path | None:
     """Where the trained adapters called `name` are, or None if `name` is a base."""
     if (SHIPPED / name / CONFIG_FILE).is_file():
         return SHIPPED / name
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_dir():
         return path if (path / CONFIG_FILE).is_file() else None
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
-        return None
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+    return hub.find_adapters(name, revision) if hub.is_hub_id(name) else None
 
-    try:
-        hf_hub_download(name, CONFIG_FILE, revision=revision)
-    except LocalEntryNotFoundError as error:
-        raise InputError(f"{name!r} is not a local folder, and the hub can't be reached to look for it: {error}") from None
-    except EntryNotFoundError:
-        return None
-    except HfHubHTTPError as error:
-        raise InputError(f"there is no model {name!r}: {str(error).splitlines()[0]}") from None
-    return Path(snapshot_download(name, revision=revision))
+
+def _metadata(path: Path) -> dict[str, str] | None:
+    with safe_open(path, framework="pt") as file:
+        metadata: dict[str, str] | None = file.metadata()
+    return metadata
 
 
 def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -6,6 +6,7 @@ downloaded and no memory is taken.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
@@ -19,7 +20,7 @@ from dodo.scorer import Scorer
 
 __all__ = ["BASE_CONFIGS", "ParameterRow", "base_config", "parameters_of", "parameters_of_config", "people_count", "people_share"]
 
-_LLAMA_7B = {
+_LLAMA_7B: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 11008,
     "num_hidden_layers": 32,
@@ -27,7 +28,7 @@ _LLAMA_7B = {
     "vocab_size": 32000,
 }
 
-BASE_CONFIGS = {
+BASE_CONFIGS: dict[str, dict[str, Any]] = {
     "llama-7b": {**_LLAMA_7B, "max_position_embeddings": 2048},
     "llama-2-7b": {**_LLAMA_7B, "max_position_embeddings": 4096},
     "llama-2-7b-chat": {**_LLAMA_7B, "max_position_embeddings": 4096},
@@ -64,7 +65,7 @@ def base_config(name: str) -> LlamaConfig:
     """
     if name not in BASE_CONFIGS:
         raise InputError(f"there is no base configuration {name!r}; known are {', '.join(BASE_CONFIGS)}")
-    return LlamaConfig(**BASE_CONFIGS[name])
+    return LlamaConfig.from_dict(BASE_CONFIGS[name])
 
 
 def parameters_of(compressor: Compressor, *, name: str) -> list[ParameterRow]:

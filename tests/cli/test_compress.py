@@ -7,8 +7,8 @@ import resource
 
 import pytest
 
-from tests.cli.tiny import TEXT
 from dodo.nuggets import Nuggets
+from tests.cli.tiny import TEXT
 
 
 def compressed(run, *arguments, **more):

@@ -47,7 +47,11 @@ def running_hub() -> Iterator[Hub]:
                 if files is None:
                     self.answer(401, b'{"error": "Invalid username or password."}')
                 elif rest[:1] == ["tree"]:
-                    self.json([self.entry(path, files[path]) for path in sorted(files)])
+                    inside = [file for file in sorted(files) if file.startswith("".join(f"{part}/" for part in rest[2:]))]
+                    if inside:
+                        self.json([self.entry(file, files[file]) for file in inside])
+                    else:
+                        self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
                 else:
                     siblings = [{"rfilename": path} for path in sorted(files)]
                     self.json({"id": f"{owner}/{name}", "sha": COMMIT, "siblings": siblings, "tags": [], "private": False})

@@ -22,6 +22,8 @@ class Index:
     address: str = ""
     cut_after: int | None = None
     """Close the connection after so many bytes of the wheel."""
+    page: bytes | None = None
+    """Its answer about the distribution; None: a right one."""
     downloads: list[str] = field(default_factory=list)
 
     @property
@@ -51,7 +53,7 @@ def running_index(wheel: bytes, *, claimed: str | None = None) -> Iterator[Index
         def do_GET(self) -> None:
             if self.path == f"/simple/{DISTRIBUTION}/":
                 file = {"filename": "x.whl", "url": f"{index.address}/files/x.whl", "hashes": {"sha256": claimed or index.sha256}}
-                self.answer(200, json.dumps({"files": [file]}).encode())
+                self.answer(200, index.page if index.page is not None else json.dumps({"files": [file]}).encode())
             elif self.path == "/files/x.whl":
                 index.downloads.append(self.path)
                 if index.cut_after is None:

@@ -5,7 +5,6 @@ stands, 130 interrupted. Each verb is a module of this package and is imported w
 nothing here imports torch or transformers.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -64,13 +63,20 @@ class Verbs(click.Group):
         with formatter.section("Verbs"):
             formatter.write_dl(list(VERBS.items()))
 
-    def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Like click's, with errors of one line and the exit codes of the module's docstring."""
         with own_warnings():
             if not standalone_mode:
-                return super().main(args, *rest, standalone_mode=False, **extra)
+                return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
             try:
-                result = super().main(args, *rest, standalone_mode=False, **extra)
+                result = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
             except click.exceptions.NoArgsIsHelpError as error:
                 error.show()
                 sys.exit(USAGE)
@@ -106,13 +112,7 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    try:
-        dodo.main(prog_name="dodo")
-    except SystemExit as end:
-        if end.code == INTERRUPTED:  # a thread may still be generating: don't wait for it
-            sys.stderr.flush()
-            os._exit(INTERRUPTED)
-        raise
+    dodo.main(prog_name="dodo")
     raise AssertionError("unreachable")
 
 

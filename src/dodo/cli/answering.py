@@ -1,7 +1,8 @@
 """What `ask` and `reconstruct` share: nuggets of a source, and text that comes piece by piece."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -55,12 +56,14 @@ def run(
     began = time.perf_counter()
     first: float | None = None
     pieces = []
+    stream = dodo.stream(made, prompt(dodo), max_new_tokens=max_new_tokens(made), **sampling.settings())
     try:
-        for piece in _pieces(dodo, made, prompt(dodo), max_new_tokens(made), sampling):
-            first = first or time.perf_counter() - began
-            pieces.append(piece)
-            if not as_json:
-                click.echo(piece, nl=False)
+        with closing(stream):  # a reader that hangs up, or Ctrl-C, ends the generation too
+            for piece in filter(None, stream):
+                first = first or time.perf_counter() - began
+                pieces.append(piece)
+                if not as_json:
+                    click.echo(piece, nl=False)
     except WindowError as error:
         hint = "lower --max-new-tokens, or compress the text with --positions compact"
         raise WindowError(f"{str(error).rpartition('; ')[0]}; {hint}") from None
@@ -86,7 +89,3 @@ def run(
     click.echo()
     if not text.strip():
         note("the model ended at once and said nothing")
-
-
-def _pieces(dodo: "Dodo", nuggets: "Nuggets", prompt: str | None, new: int, sampling: Sampling) -> Iterator[str]:
-    return (piece for piece in dodo.stream(nuggets, prompt, max_new_tokens=new, **sampling.settings()) if piece)

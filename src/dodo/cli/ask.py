@@ -1,5 +1,7 @@
 """`dodo ask`: a question about a compressed text."""
 
+from typing import TYPE_CHECKING
+
 import click
 
 from dodo.cli import answering
@@ -13,6 +15,9 @@ from dodo.cli.options import (
     selection_options,
 )
 from dodo.cli.sources import read_source
+
+if TYPE_CHECKING:
+    from dodo.model import Dodo
 
 __all__ = ["command"]
 
@@ -61,7 +66,7 @@ def command(
     source = read_source(file)
     refuse_selection(source, ratio, nuggets)
 
-    def prompt(dodo: "answering.Dodo") -> str:
+    def prompt(dodo: "Dodo") -> str:
         from dodo.prompts import question_prompt
 
         return question_prompt(dodo.tokenizer, question)

@@ -91,7 +91,7 @@ def command(
         made.save(output, storage=storage)
         seconds = {"load": loading, "compress": compressed - began, "write": time.perf_counter() - compressed}
 
-    result = {
+    result: dict[str, Any] = {
         "input": file,
         "output": str(output),
         "model": model,

@@ -99,5 +99,6 @@ def command(
         if console.color_system is None or console.no_color:
             click.echo(to_marked_text(seen))
         else:
-            console.print(to_terminal(seen), soft_wrap=True)
+            few = console.color_system not in ("256", "truecolor")
+            console.print(to_terminal(seen, few_colours=few), soft_wrap=True)
     note(f"{seen.n:,} tokens, {seen.k:,} nuggets, {seen.states:,} states held, ratio {len(seen.tokens) / seen.states:.2f}")

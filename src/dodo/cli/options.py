@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_MODEL",
-    "Ratio",
     "Sampling",
     "adapters_state",
     "check_selection",
@@ -29,6 +28,7 @@ __all__ = [
     "load_nuggets",
     "model_options",
     "note_fresh",
+    "ratio_value",
     "refuse_selection",
     "selection_options",
     "size",
@@ -39,19 +39,15 @@ DEFAULT_MODEL = "smollm2-135m"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Ratio(click.ParamType):
+def ratio_value(value: str) -> float:
     """r: a finite number of at least 1."""
-
-    name = "ratio"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            ratio = float(value)
-        except ValueError:
-            ratio = math.nan
-        if not math.isfinite(ratio) or ratio < 1:
-            self.fail(f"{value} must be a number of at least 1 (10 keeps one token in ten)", param, ctx)
-        return ratio
+    try:
+        ratio = float(value)
+    except ValueError:
+        ratio = math.nan
+    if not math.isfinite(ratio) or ratio < 1:
+        raise click.BadParameter(f"{value} must be a number of at least 1 (10 keeps one token in ten)")
+    return ratio
 
 
 def model_options(function: F) -> F:
@@ -83,7 +79,7 @@ def selection_options(function: F) -> F:
     for option in (
         click.option("--nuggets", type=click.IntRange(min=1), metavar="K", help="Number of nuggets, instead of a ratio."),
         click.option(
-            "--ratio", "-r", type=Ratio(), metavar="R", help="Tokens per nugget; 10 keeps one in ten. [default: the model's]"
+            "--ratio", "-r", type=ratio_value, metavar="R", help="Tokens per nugget; 10 keeps one in ten. [default: the model's]"
         ),
     ):
         function = option(function)

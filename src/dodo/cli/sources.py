@@ -96,7 +96,7 @@ def _read(name: str) -> bytes:
     if name == "-":
         if sys.stdin.isatty():
             click.echo("reading the text from the terminal; end it with Ctrl-D", err=True)
-        return click.get_binary_stream("stdin").read()
+        return sys.stdin.buffer.read()
     path = Path(name)
     if path.is_dir():
         raise click.UsageError(f"FILE {name}: is a directory; give the name of a text file")

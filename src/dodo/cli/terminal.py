@@ -61,9 +61,10 @@ def own_warnings() -> Iterator[None]:
 def silence_libraries() -> None:
     """Keep libraries' own progress bars and chatter off the terminal."""
     getLogger("bitsandbytes").setLevel(ERROR)
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils import logging
 
+    getLogger("huggingface_hub").setLevel(ERROR)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     disable_progress_bars()

@@ -1,0 +1,76 @@
+"""What all benchmarks share: a machine's description, alternating timings, peak memory of a fresh process, a result file."""
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+def side_by_side(tasks: dict[str, Callable[[], Any]], *, rounds: int = 5) -> dict[str, float]:
+    """Median seconds of each task; rounds alternate between the tasks, so that what else the machine does hits all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
+    for task in tasks.values():
+        task()
+    for _ in range(rounds):
+        for name, task in tasks.items():
+            start = time.perf_counter()
+            task()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def peak_memory(code: str) -> int:
+    """Highest resident bytes of a fresh Python process that runs `code`."""
+    code += "\nimport resource; print('PEAK', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return int(done.stdout.rsplit("PEAK", 1)[1])
+
+
+def seconds_of_command(*command: str, rounds: int = 7) -> float:
+    """Median seconds of a command, process start and end included."""
+
+    def run() -> None:
+        subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
+
+    return side_by_side({"command": run}, rounds=rounds)["command"]
+
+
+def write_result(name: str, measured: dict[str, Any], *, settings: dict[str, Any]) -> Path:
+    """One JSON file under results/, with everything needed to judge and repeat it."""
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    record = {
+        "name": name,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit + ("+changes" if dirty else ""),
+        "command": f"python {Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip(),
+        "settings": settings,
+        "measured": measured,
+        "hardware": {"cpu": _cpu(), "threads": torch.get_num_threads(), "gpu": None},
+        "versions": {p: version(p) for p in ("torch", "transformers", "peft", "safetensors")} | {"python": platform.python_version()},
+    }
+    path = ROOT / "results" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return name + "".join(f", {flag}" for flag in ("avx512_bf16", "amx_bf16") if flag in flags)

@@ -1,0 +1,195 @@
+"""Tokenised data on disk: one safetensors file that is mapped into memory, small enough to carry.
+
+Two kinds. A *text* shard holds documents; a *question* shard holds documents and, for each, questions (as whole decoder
+prompts) with answers. Ragged rows are one flat array and offsets.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerBase
+
+from dodo.data.reading import permits_commercial_use, read_records, resolve
+from dodo.errors import InputError
+from dodo.fingerprint import of_tokenizer
+from dodo.prompts import question_prompt
+
+__all__ = ["Ragged", "Shard", "ShardKind", "prepare", "read_shard"]
+
+ShardKind = Literal["text", "question"]
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of different lengths in one array: row i is flat[offsets[i]:offsets[i + 1]]."""
+
+    flat: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.flat[self.offsets[i] : self.offsets[i + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64, of each row."""
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Tokenised documents and, in a question shard, their questions.
+
+    documents: token ids without BOS. prompts, answers: one row per question, answers without EOS. owner: int64, the document
+    of each question; questions of one document are neighbours.
+    """
+
+    kind: ShardKind
+    documents: Ragged
+    prompts: Ragged | None = None
+    answers: Ragged | None = None
+    owner: np.ndarray | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of all documents."""
+        return int(self.documents.offsets[-1])
+
+
+def prepare(
+    sources: Sequence[str],
+    out: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    kind: ShardKind = "text",
+    commercial_only: bool = True,
+    minimum: int = 16,
+) -> Shard:
+    """Read, filter and tokenise sources, and write them as one shard.
+
+    Args:
+        sources: files, patterns or `hf:` ids; records with `text`, or with `context`, `question` and `answer(s)`.
+        out: a `.safetensors` file, written whole or not at all.
+        kind: what the records are.
+        commercial_only: leave out records whose licence field forbids commercial use.
+        minimum: documents of fewer tokens are left out.
+
+    Raises:
+        InputError: nothing is left, or a record lacks a field.
+    """
+    records = (
+        record for source in resolve(sources) for record in read_records(source)
+        if not commercial_only or permits_commercial_use(record)
+    )  # fmt: skip
+    shard = _texts(records, tokenizer, minimum) if kind == "text" else _questions(records, tokenizer, minimum)
+    if len(shard.documents) == 0:
+        raise InputError(f"no data left of {', '.join(sources)}: no document of at least {minimum} tokens may be used")
+    _write(shard, out, tokenizer, sources)
+    return shard
+
+
+def read_shard(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Shard:
+    """Map a shard into memory.
+
+    Raises:
+        InputError: not a shard, or made with another tokenizer.
+    """
+    try:
+        with safe_open(str(path), framework="numpy") as file:
+            about = json.loads((file.metadata() or {}).get("dodo_shard", "{}"))
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise InputError(f"{path} is not a tokenised shard: {error}") from None
+    if about.get("version") != VERSION:
+        raise InputError(f"{path} is not a tokenised shard of version {VERSION}; write it again with dodo prepare-data")
+    if tokenizer is not None and about["tokenizer"] != of_tokenizer(tokenizer):
+        raise InputError(f"{path} was tokenised for another base; write it again with dodo prepare-data")
+
+    def ragged(name: str) -> Ragged | None:
+        return Ragged(arrays[name], arrays[f"{name}.offsets"]) if name in arrays else None
+
+    documents = ragged("documents")
+    assert documents is not None
+    return Shard(about["kind"], documents, ragged("prompts"), ragged("answers"), arrays.get("owner"))
+
+
+def _encoded(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, literal: bool, size: int = 256) -> Iterator[list[int]]:
+    """Token ids of many texts, in batches, which fast tokenizers like."""
+    batch: list[str] = []
+
+    def flush() -> list[list[int]]:
+        ids: list[list[int]] = tokenizer(batch, add_special_tokens=False, split_special_tokens=literal, verbose=False)["input_ids"]
+        return ids
+
+    for text in texts:
+        batch.append(text)
+        if len(batch) == size:
+            yield from flush()
+            batch = []
+    if batch:
+        yield from flush()
+
+
+def _field(record: dict[str, Any], name: str) -> str:
+    value = record.get(name)
+    if not isinstance(value, str):
+        raise InputError(f"a record has no text field {name!r}; its fields are {', '.join(sorted(record)) or 'none'}")
+    return value
+
+
+def _texts(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, minimum: int) -> Shard:
+    texts = (_field(record, "text") for record in records)
+    rows = [np.asarray(ids, np.int64) for ids in _encoded(texts, tokenizer, literal=True) if len(ids) >= minimum]
+    return Shard("text", _pack(rows))
+
+
+def _questions(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, minimum: int) -> Shard:
+    grouped: dict[str, list[tuple[str, str]]] = {}
+    for record in records:
+        answers = record.get("answers", record.get("answer"))
+        answer = answers[0] if isinstance(answers, list) and answers else answers
+        if isinstance(answer, str) and answer.strip():
+            grouped.setdefault(_field(record, "context"), []).append((_field(record, "question"), answer.strip()))
+    contexts = [np.asarray(ids, np.int64) for ids in _encoded(grouped, tokenizer, literal=True)]
+    kept = [(ids, pairs) for ids, pairs in zip(contexts, grouped.values(), strict=True) if len(ids) >= minimum]
+    prompts = _encoded((question_prompt(tokenizer, q) for _, pairs in kept for q, _ in pairs), tokenizer, literal=False)
+    answers_ids = _encoded((a for _, pairs in kept for _, a in pairs), tokenizer, literal=True)
+    owner = np.repeat(np.arange(len(kept)), [len(pairs) for _, pairs in kept]) if kept else np.zeros(0, np.int64)
+    return Shard(
+        "question",
+        _pack([ids for ids, _ in kept]),
+        _pack([np.asarray(p, np.int64) for p in prompts]),
+        _pack([np.asarray(a, np.int64) for a in answers_ids]),
+        owner.astype(np.int64),
+    )
+
+
+def _pack(rows: list[np.ndarray]) -> Ragged:
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return Ragged(np.concatenate(rows) if rows else np.zeros(0, np.int64), offsets)
+
+
+def _write(shard: Shard, out: Path, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str]) -> None:
+    width = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+    arrays = {}
+    for name in ("documents", "prompts", "answers"):
+        rows: Ragged | None = getattr(shard, name)
+        if rows is not None:
+            arrays |= {name: rows.flat.astype(width), f"{name}.offsets": rows.offsets}
+    if shard.owner is not None:
+        arrays["owner"] = shard.owner
+    about = {"version": VERSION, "kind": shard.kind, "tokenizer": of_tokenizer(tokenizer), "sources": list(sources)}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(out.name + ".part")
+    save_file(arrays, part, metadata={"dodo_shard": json.dumps(about)})
+    part.replace(out)

@@ -1,0 +1,201 @@
+"""What happens around the steps of a run: logs, validation, checkpoints, the progress bar."""
+
+import csv
+import math
+import os
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import Callback, Trainer
+
+from dodo.data.batches import Batch
+from dodo.training.recipe import Recipe
+from dodo.training.validation import rebuild, validate
+
+__all__ = ["Checkpoints", "Progress", "TrainingLog", "Validation"]
+
+
+class _EachStep(Callback):
+    """Calls `after_step` once per optimiser step."""
+
+    _seen = -1
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        self._seen = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        self.after_batch(module)
+        if trainer.global_step != self._seen:
+            self._seen = trainer.global_step
+            self.after_step(trainer, module, trainer.global_step)
+
+    def after_batch(self, module: Any) -> None:
+        """After each forward and backward pass."""
+
+    def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
+        """After each optimiser step."""
+
+
+class TrainingLog(_EachStep):
+    """`train.csv` and TensorBoard: loss and accuracy by objective, rates, gradient norms, tokens and seconds, per ten steps."""
+
+    def __init__(self, folder: Path, every: int = 10) -> None:
+        self._path, self._every = folder / "train.csv", every
+        self._sums: dict[str, list[float]] = defaultdict(list)
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        super().on_train_start(trainer, module)
+        self._start, self._tokens = time.perf_counter(), module.tokens_seen
+        _forget_later_rows(self._path, trainer.global_step)
+
+    def after_batch(self, module: Any) -> None:
+        for key in ("loss", "accuracy"):
+            self._sums[f"{key}/{module.last['objective']}"].append(module.last[key])
+
+    def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
+        self._sums["norm/adapters"].append(module.gradient_norms[0])
+        self._sums["norm/scorer"].append(module.gradient_norms[1])
+        if step % self._every:
+            return
+        seconds = time.perf_counter() - self._start
+        row: dict[str, Any] = {key: sum(values) / len(values) for key, values in sorted(self._sums.items())}
+        row |= {"lr": trainer.optimizers[0].param_groups[0]["lr"], "tokens": module.tokens_seen}
+        row["tokens_per_second"] = (module.tokens_seen - self._tokens) / seconds
+        self._sums.clear()
+        self._start, self._tokens = time.perf_counter(), module.tokens_seen
+        if trainer.is_global_zero:
+            _append(self._path, step, row)
+            if trainer.logger:
+                trainer.logger.log_metrics(row, step=step)
+
+
+class Validation(_EachStep):
+    """Validation now and then, `validation.csv`, sample reconstructions in `samples.txt`; early stopping.
+
+    Attributes:
+        best: lowest validation loss so far.
+        improved: whether the last validation was the best.
+    """
+
+    def __init__(self, batches: dict[str, Batch], folder: Path, recipe: Recipe) -> None:
+        self._batches, self._folder, self._recipe = batches, folder, recipe
+        self.best: float | None = None
+        self.improved = False
+        self._since_best = 0
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether the run should stop early."""
+        return 0 < self._recipe.running.patience <= self._since_best
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "since_best": self._since_best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self._since_best = state["best"], state["since_best"]
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        super().on_train_start(trainer, module)
+        _forget_later_rows(self._folder / "validation.csv", trainer.global_step)
+
+    def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
+        self.improved = False
+        running = self._recipe.running
+        if not self._batches or (step % running.validate_every and step != running.steps):
+            return
+        start = time.perf_counter()
+        row = validate(module.dodo, self._batches, ("scorer", "best-of-block", "stride"))
+        first = next(iter(self._batches))
+        if running.reconstruct and self._batches[first].objective == "autoencoding":
+            made = rebuild(module.dodo, self._batches[first], texts=running.reconstruct)
+            row[f"bleu/{first}/scorer"] = made.bleu
+            with open(self._folder / "samples.txt", "a", encoding="utf-8") as out:
+                out.write(f"== step {step}, {first}, BLEU {made.bleu:.1f}\n")
+                out.writelines(f"-- {a!r}\n++ {b!r}\n" for a, b in list(zip(made.texts, made.rebuilt, strict=True))[:3])
+        row |= {"tokens": module.tokens_seen, "seconds": time.perf_counter() - start}
+        self.improved = self.best is None or row["loss"] < self.best
+        self._since_best = 0 if self.improved else self._since_best + 1
+        if self.improved:
+            self.best = row["loss"]
+        if trainer.is_global_zero:
+            _append(self._folder / "validation.csv", step, row)
+            if trainer.logger:
+                trainer.logger.log_metrics({f"validation/{k}": v for k, v in row.items()}, step=step)
+        if self.out_of_patience:
+            trainer.should_stop = True
+
+
+class Checkpoints(_EachStep):
+    """`last.ckpt` every so many steps, whole or not at all; adapters in `best/` after the best validation and `last/` at the end."""
+
+    def __init__(self, folder: Path, *, every: int, best: Validation) -> None:
+        self._folder, self._every, self._best = folder, every, best
+
+    def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
+        if step % self._every == 0:
+            self._save(trainer)
+        if self._best.improved and trainer.is_global_zero:
+            module.save_adapters(self._folder / "best")
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        self._save(trainer)
+        if trainer.is_global_zero:
+            module.save_adapters(self._folder / "last")
+
+    def _save(self, trainer: Trainer) -> None:
+        part = self._folder / "last.ckpt.part"
+        trainer.save_checkpoint(part)
+        if trainer.is_global_zero:
+            os.replace(part, self._folder / "last.ckpt")
+
+
+class Progress(_EachStep):
+    """One line on stderr with loss and tokens/s; a new line every so often where stderr is no terminal."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        from tqdm import tqdm
+
+        super().on_train_start(trainer, module)
+        quiet = not sys.stderr.isatty()
+        self._bar = tqdm(
+            total=self._steps, initial=trainer.global_step, unit="step", mininterval=30 if quiet else 0.5, file=sys.stderr
+        )
+        self._start, self._tokens, self._loss = time.perf_counter(), module.tokens_seen, math.nan
+
+    def after_batch(self, module: Any) -> None:
+        loss = module.last["loss"]
+        self._loss = loss if math.isnan(self._loss) else 0.95 * self._loss + 0.05 * loss
+
+    def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
+        rate = (module.tokens_seen - self._tokens) / (time.perf_counter() - self._start)
+        self._bar.set_postfix_str(f"loss {self._loss:.3f}, {module.tokens_seen:,} tokens, {rate:.0f} tokens/s", refresh=False)
+        self._bar.update(1)
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        self._bar.close()
+
+
+def _append(path: Path, step: int, row: dict[str, Any]) -> None:
+    """One line of a long table: step, name, value; new names may come at any time."""
+    fresh = not path.exists()
+    with open(path, "a", newline="", encoding="utf-8") as out:
+        writer = csv.writer(out)
+        if fresh:
+            writer.writerow(["step", "name", "value"])
+        writer.writerows([step, name, f"{value:.6g}" if isinstance(value, float) else value] for name, value in row.items())
+
+
+def _forget_later_rows(path: Path, step: int) -> None:
+    """A resumed run does again what came after its checkpoint."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for i, line in enumerate(lines) if i == 0 or int(line.split(",", 1)[0]) <= step]
+    path.write_text("".join(kept), encoding="utf-8")

@@ -1,0 +1,64 @@
+"""How tokens are selected while the scorer learns: with noise, one per block, or by a fixed stride.
+
+Paper: Eq. 5, 6 (stochastic selection). An untrained scorer clumps its picks, and what is never selected gets no gradient. A
+random token of each block of r covers the text evenly, so at first tokens are selected so, and more and more by the scorer.
+Each function returns values to select by; the straight-through term stays on the scorer's own scores.
+
+Shapes: B texts, T tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from dodo.selection import count_nuggets
+
+__all__ = ["best_of_block", "noisy", "random_of_block", "stride"]
+
+_BONUS = 1e4  # above any score, so that the chosen of each block come first
+
+
+def noisy(scores: Tensor, scale: float, generator: torch.Generator | None = None) -> Tensor:
+    """scores + scale * Gumbel noise: top-k of it draws k tokens without replacement, in proportion to exp(score / scale)."""
+    if scale == 0:
+        return scores.detach()
+    uniform = torch.rand(scores.shape, generator=generator).clamp(1e-6, 1 - 1e-6).to(scores.device)
+    return scores.detach() - scale * torch.log(-torch.log(uniform))
+
+
+def best_of_block(scores: Tensor, mask: Tensor, *, ratio: float, keep_first: bool) -> Tensor:
+    """The best-scored token of each of k equal blocks of a text's tokens; in the last block, the last token.
+
+    Args:
+        scores: fp32 [B, T].
+        mask: bool [B, T], real tokens, padding on the right.
+        ratio: r.
+        keep_first: the first token stands outside the blocks.
+    """
+    chosen = scores.detach().float().clone()
+    skip = int(keep_first)
+    for row, total in enumerate(mask.sum(-1).tolist()):
+        n = total - skip if total > 1 else total
+        begin = total - n
+        k = count_nuggets(n, ratio=ratio)
+        block = (torch.arange(n, device=scores.device) * k) // n
+        own = scores[row, begin:total].detach().float()
+        top = torch.full((k,), -torch.inf, device=scores.device).scatter_reduce(0, block, own, "amax")
+        wins = own == top[block]
+        wins[block == k - 1] = False
+        wins[-1] = True
+        chosen[row, begin:total] += _BONUS * wins
+    return chosen
+
+
+def random_of_block(
+    scores: Tensor, mask: Tensor, *, ratio: float, keep_first: bool, generator: torch.Generator | None = None
+) -> Tensor:
+    """A random token of each block."""
+    noise = torch.rand(scores.shape, generator=generator).to(scores.device)
+    return best_of_block(noise, mask, ratio=ratio, keep_first=keep_first)
+
+
+def stride(scores: Tensor, mask: Tensor, *, ratio: float, keep_first: bool) -> Tensor:
+    """The last token of each block: the control that a learned selection must beat."""
+    place = torch.arange(scores.shape[1], device=scores.device).expand_as(scores) / scores.shape[1]
+    return best_of_block(place, mask, ratio=ratio, keep_first=keep_first)

@@ -1,0 +1,127 @@
+"""The training step as a Lightning module: gradients to adapters, scorer and soft token; the base stays as it is.
+
+Paper: Section 2.4 and 3. The checkpoint holds trained parameters only, and the recipe that made them.
+"""
+
+import dataclasses
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning import LightningModule
+from torch import Tensor
+
+from dodo.data.batches import Batch
+from dodo.errors import DodoError
+from dodo.model import Dodo
+from dodo.training.mixture import selecting_at
+from dodo.training.objectives import batch_loss
+from dodo.training.recipe import Optimizer, Recipe
+
+__all__ = ["NanLossError", "TrainingModule", "rate_at"]
+
+
+class NanLossError(DodoError):
+    """The loss or a gradient is not a number; the batch has been saved."""
+
+
+def rate_at(step: int, settings: Optimizer) -> float:
+    """Factor on the learning rates at a step: linear warm-up, then half a cosine down to the floor. Paper: Section 3."""
+    if step < settings.warmup:
+        return (step + 1) / settings.warmup
+    done = min(1.0, (step - settings.warmup) / max(1, settings.period - settings.warmup))
+    return settings.floor + (1 - settings.floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+class TrainingModule(LightningModule):
+    """One compressor in training.
+
+    Args:
+        dodo: with its base in the dtype of the run.
+        recipe: see `Recipe`.
+        folder: where a batch is saved that gave a NaN.
+    """
+
+    def __init__(self, dodo: Dodo, recipe: Recipe, folder: Path) -> None:
+        super().__init__()
+        self.dodo = dodo
+        self.compressor = dodo.compressor
+        self.recipe, self.folder = recipe, folder
+        self.tokens_seen = 0
+
+    # -- the step
+
+    def training_step(self, batch: Batch, _: int) -> Tensor:
+        selecting = selecting_at(self.recipe, batch.number)
+        kl = (self.recipe.mixture.kl_forward, self.recipe.mixture.kl_reverse)
+        loss = batch_loss(self.compressor, batch, selecting, kl_weights=kl)
+        if not math.isfinite(loss.sum):
+            self._stop_for_nan(batch, "the loss")
+        self.tokens_seen += batch.document_tokens
+        values = {"loss": loss.sum / max(1, loss.tokens), "accuracy": loss.correct / max(1, loss.tokens), "ratio": batch.ratio}
+        self.last = {"objective": batch.objective, "way": selecting.way, "length": batch.documents.shape[1], **values}
+        return loss.total
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self._batch = batch
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        """The adapters' gradient and the scorer's are clipped apart: the one would drown the other."""
+        norms = [torch.nn.utils.clip_grad_norm_(g["params"], self.recipe.optimizer.clip) for g in optimizer.param_groups]
+        if not all(math.isfinite(float(norm)) for norm in norms):
+            self._stop_for_nan(self._batch, "a gradient")
+        self.gradient_norms = [float(norm) for norm in norms]
+
+    def _stop_for_nan(self, batch: Batch, what: str) -> None:
+        path = self.folder / f"nan-batch-{batch.number}.pt"
+        torch.save({"batch": dataclasses.asdict(batch), "step": self.global_step, "recipe": self.recipe.as_dict()}, path)
+        raise NanLossError(f"{what} of batch {batch.number} is not a finite number; the batch is in {path}")
+
+    # -- optimiser
+
+    def parameter_groups(self) -> dict[str, list[torch.nn.Parameter]]:
+        """Adapters with soft token, and scorer."""
+        return {
+            "adapters": [*self.compressor.adapters.parameters(), self.compressor.soft_token],
+            "scorer": list(self.compressor.scorer.parameters()),
+        }
+
+    def configure_optimizers(self) -> Any:
+        settings = self.recipe.optimizer
+        rates = {"adapters": settings.lr, "scorer": settings.scorer_lr}
+        groups = [{"params": p, "lr": rates[name], "name": name} for name, p in self.parameter_groups().items()]
+        optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, settings))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    # -- checkpoints
+
+    def save_adapters(self, folder: Path) -> None:
+        """Write the set of adapters as it is, in fp16, with the ratios that it has seen."""
+        ratio = self.recipe.mixture.ratio
+        self.compressor.config = dataclasses.replace(self.compressor.config, trained_ratios=(ratio.low, ratio.high))
+        part = folder.with_name(folder.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        self.dodo.save_pretrained(part, dtype=torch.float16)
+        (part / "recipe.yaml").write_text(yaml.safe_dump(self.recipe.as_dict(), sort_keys=False), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+
+    @property
+    def strict_loading(self) -> bool:
+        return False
+
+    @strict_loading.setter
+    def strict_loading(self, _: bool) -> None:
+        """Always off: the base is not in the checkpoint."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in trained}
+        checkpoint["dodo"] = {"recipe": self.recipe.as_dict(), "tokens_seen": self.tokens_seen}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.tokens_seen = checkpoint["dodo"]["tokens_seen"]

@@ -1,0 +1,148 @@
+"""What is minimised: the decoder's loss given nuggets, for each kind of batch.
+
+Paper: Section 2.4 (Eq. 17, 18 through `Compressor.decode`), Section 4 (autoencoding with the soft token, continuation),
+Section 6 (fine-tuning on document, question, answer). Distillation to the same base reading everything is beyond the paper.
+
+Shapes: B texts, T document tokens, M decoder tokens, N tokens with a loss, V vocabulary, D width.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dodo.architecture import backbone
+from dodo.compressor import Compressor
+from dodo.data.batches import Batch
+from dodo.nuggets import Nuggets
+from dodo.training import exploring
+from dodo.training.fused import linear_cross_entropy
+
+__all__ = ["Loss", "Selecting", "batch_loss", "encode", "select_rows"]
+
+Way = Literal["scorer", "best-of-block", "random-of-block", "stride"]
+
+
+@dataclass(frozen=True)
+class Selecting:
+    """How the tokens of one batch are selected. noise: scale of the Gumbel noise on the scorer's scores."""
+
+    way: Way = "scorer"
+    noise: float = 0.0
+    generator: torch.Generator | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Of one batch.
+
+    total: fp32 scalar with gradient, the sum over tokens divided by `divisor`. tokens: N. sum: of -log p. correct: how many targets
+    had the highest logit.
+    """
+
+    total: Tensor
+    tokens: int
+    sum: float
+    correct: int
+
+
+def encode(compressor: Compressor, batch: Batch, selecting: Selecting) -> Nuggets:
+    """Nuggets of the batch's documents, selected in the given way, repeated for each question."""
+    scores = compressor.score(batch.documents)
+    settings: dict[str, Any] = {"ratio": batch.ratio, "keep_first": compressor.config.keep_first}
+    if selecting.way == "scorer":
+        by = exploring.noisy(scores, selecting.noise, selecting.generator)
+    elif selecting.way == "best-of-block":
+        noise = exploring.noisy(scores, selecting.noise, selecting.generator)
+        by = exploring.best_of_block(noise, batch.document_mask, **settings)
+    elif selecting.way == "random-of-block":
+        by = exploring.random_of_block(scores, batch.document_mask, generator=selecting.generator, **settings)
+    else:
+        by = exploring.stride(scores, batch.document_mask, **settings)
+    nuggets = compressor.encode(batch.documents, batch.document_mask, ratio=batch.ratio, scores=scores, select_by=by)
+    return nuggets if batch.rows is None else select_rows(nuggets, batch.rows)
+
+
+def select_rows(nuggets: Nuggets, rows: Tensor) -> Nuggets:
+    """A batch with the given texts of another, repeats allowed; gradients flow."""
+    picked: dict[str, Any] = {
+        name: getattr(nuggets, name).index_select(0, rows)
+        for name in ("positions", "indices", "scores", "token_ids", "mask", "lengths", "next_positions")
+    }
+    picked |= {name: getattr(nuggets, name).index_select(1, rows) for name in ("keys", "values")}
+    return dataclasses.replace(nuggets, **picked)
+
+
+def batch_loss(
+    compressor: Compressor,
+    batch: Batch,
+    selecting: Selecting,
+    *,
+    divisor: float | None = None,
+    kl_weights: tuple[float, float] = (1.0, 0.0),
+) -> Loss:
+    """Loss of one batch.
+
+    Args:
+        compressor: in training, with gradients.
+        batch: see `Batch`.
+        selecting: how tokens are selected.
+        divisor: what the sum over tokens is divided by; None: the batch's own tokens (a mean).
+        kl_weights: of forward and reverse KL, for distillation.
+    """
+    nuggets = encode(compressor, batch, selecting)
+    soft = batch.objective == "autoencoding"
+    states = compressor.decode(nuggets, batch.decoder, batch.decoder_mask, soft_token=soft, states=True)
+    counted = batch.targets != -100  # [B, M (+ 1)]
+    targets_N = batch.targets[counted]
+    states_ND = states[counted]
+    divisor = divisor or max(1, len(targets_N))
+    if batch.objective == "distillation":
+        return _distilled(compressor, batch, states_ND, targets_N, counted, divisor, kl_weights)
+    if not _plain_head(compressor):
+        logits = compressor.base.get_output_embeddings()(states_ND).float()
+        logits = _capped(compressor, logits)
+        losses = torch.nn.functional.cross_entropy(logits, targets_N, reduction="none")
+        correct = int((logits.argmax(-1) == targets_N).sum())
+        return Loss(losses.sum() / divisor, len(targets_N), float(losses.detach().sum()), correct)
+    head = compressor.base.get_output_embeddings().weight
+    weights = torch.full((len(targets_N),), 1.0 / divisor, device=states.device)
+    total, losses, hits = linear_cross_entropy(states_ND, head, targets_N, weights)
+    return Loss(total, len(targets_N), float(losses.sum()), int(hits.sum()))
+
+
+def _plain_head(compressor: Compressor) -> bool:
+    head = compressor.base.get_output_embeddings()
+    capped = getattr(compressor.base.config, "final_logit_softcapping", None)
+    return capped is None and head.weight.is_floating_point() and getattr(head, "bias", None) is None
+
+
+def _capped(compressor: Compressor, logits: Tensor) -> Tensor:
+    cap = getattr(compressor.base.config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def _distilled(
+    compressor: Compressor,
+    batch: Batch,
+    states_ND: Tensor,
+    targets_N: Tensor,
+    counted: Tensor,
+    divisor: float,
+    kl_weights: tuple[float, float],
+) -> Loss:
+    """KL between the decoder and the base, adapters off, that reads document and continuation."""
+    T = batch.documents.shape[1]
+    with torch.no_grad(), compressor.adapters.use(None):
+        whole = torch.cat([batch.documents, batch.decoder], dim=1)
+        taught = backbone(compressor.base)(input_ids=whole, use_cache=False).last_hidden_state[:, T:]
+    head = compressor.base.get_output_embeddings()
+    teacher_NV = _capped(compressor, head(taught[counted]).float()).log_softmax(-1)
+    student_NV = _capped(compressor, head(states_ND).float()).log_softmax(-1)
+    forward = torch.nn.functional.kl_div(student_NV, teacher_NV, log_target=True, reduction="sum")
+    reverse = torch.nn.functional.kl_div(teacher_NV, student_NV, log_target=True, reduction="sum")
+    total = kl_weights[0] * forward + kl_weights[1] * reverse
+    correct = int((student_NV.argmax(-1) == targets_N).sum())
+    return Loss(total / divisor, len(targets_N), float(total.detach()), correct)

@@ -1,0 +1,241 @@
+"""A recipe: everything that a training run depends on, in one YAML file.
+
+Frozen dataclasses own the defaults and refuse what can't be; unknown keys fail. The resolved recipe is kept with every
+checkpoint. Paper: Section 3 and Appendix B for the defaults of rates, betas and warm-up.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from dodo.config import DodoConfig
+from dodo.data.batches import Draw
+from dodo.errors import InputError
+
+__all__ = ["Data", "Mixture", "Optimizer", "Recipe", "Running", "Selection", "load_recipe"]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where the tokens come from: tokenised shards, or sources that are tokenised when the run starts."""
+
+    text: tuple[str, ...] = ()
+    """Shards (.safetensors) or sources of documents."""
+    questions: str | None = None
+    """Shard of documents with questions."""
+    validation: tuple[str, ...] = ()
+    """Shards or sources of documents that are never trained on."""
+    commercial_only: bool = True
+    """Leave out records whose licence forbids commercial use, when sources are tokenised."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a batch is. Weights are relative."""
+
+    autoencoding: float = 1.0
+    continuation: float = 0.0
+    question: float = 0.0
+    distillation: float = 0.0
+    ratio: Draw = Draw(10.0, 10.0, 10.0)
+    """Tokens per nugget, drawn per batch. Paper: fixed."""
+    length: Draw = Draw(512.0, 512.0, 512.0)
+    """Tokens of an autoencoded text, drawn per batch."""
+    context: Draw = Draw(512.0, 512.0, 512.0)
+    """Tokens encoded before a continuation."""
+    following: int = 128
+    """Tokens of the continuation; never more than half the context."""
+    questions_per_document: int = 2
+    kl_forward: float = 1.0
+    kl_reverse: float = 0.0
+    ratio_from: float | None = None
+    """Schedule: draws are capped at this ratio at first, and the cap rises to the whole range over `ratio_steps` steps."""
+    ratio_steps: int = 0
+
+    def __post_init__(self) -> None:
+        weights = (self.autoencoding, self.continuation, self.question, self.distillation)
+        if min(weights) < 0 or sum(weights) == 0:
+            raise InputError("mixture: the weights of the objectives must not be negative, and one must be positive")
+        if self.ratio.low < 1:
+            raise InputError(f"mixture.ratio: ratios are at least 1, not {self.ratio.low}")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How tokens are selected in training: at first evenly, and by the scorer with probability rising to one."""
+
+    start: Literal["scorer", "random-of-block", "stride"] = "scorer"
+    """The even way, used with the remaining probability."""
+    blocks: float = 0.0
+    """Of the batches selected by the scorer, the share that takes the best token of each block."""
+    handover: tuple[int, int] = (0, 0)
+    """Steps from which and at which the scorer's share goes from `first_share` to one."""
+    first_share: float = 0.0
+    noise: float = 0.0
+    """Scale of the Gumbel noise on scores, going linearly to zero at `noise_until`."""
+    noise_until: int = 0
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW, cosine with warm-up. Paper: Section 3."""
+
+    lr: float = 1e-4
+    """Of LoRA and soft token."""
+    scorer_lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-5
+    weight_decay: float = 0.0
+    warmup: int = 2000
+    """Steps."""
+    period: int = 150_000
+    """Steps of the cosine's half wave."""
+    floor: float = 0.0
+    """Where the cosine ends, as a fraction of the rate."""
+    clip: float = 1.0
+    """Norm of the gradient of the adapters, and of the scorer's apart."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """How the run goes."""
+
+    steps: int = 150_000
+    """Optimiser steps."""
+    tokens: int = 512
+    """Document tokens of one forward pass (rows = tokens / length)."""
+    accumulate: int = 1
+    """Forward passes in one step."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the frozen base; trained parameters stay fp32."""
+    attention: Literal["eager", "sdpa"] = "sdpa"
+    fused: bool = True
+    checkpoint_gradients: bool = False
+    devices: int = 1
+    strategy: str = "auto"
+    """Lightning's: auto, ddp, fsdp, deepspeed_stage_2."""
+    accelerator: str = "auto"
+    validate_every: int = 500
+    """Steps between validations."""
+    validation_texts: int = 16
+    validation_lengths: tuple[int, ...] = (64, 128)
+    validation_ratios: tuple[float, ...] = (5.0, 10.0)
+    reconstruct: int = 4
+    """Validation texts that are rebuilt greedily for BLEU, at the first length and ratio; 0: none."""
+    save_every: int = 100
+    """Steps between checkpoints."""
+    patience: int = 0
+    """Validations without a better loss after which the run stops; 0: never."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named run."""
+
+    base: str
+    name: str = "dodo"
+    config: DodoConfig = field(default_factory=DodoConfig)
+    data: Data = field(default_factory=Data)
+    mixture: Mixture = field(default_factory=Mixture)
+    selection: Selection = field(default_factory=Selection)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    running: Running = field(default_factory=Running)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as YAML and JSON have them."""
+        plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return plain
+
+
+def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply `key=value` settings (`running.steps=100`).
+
+    Raises:
+        InputError: no such file, not YAML, an unknown key, or a value that can't be.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"recipe {path} can't be read: {error.strerror or error}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"recipe {path} is not YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"recipe {path} must hold keys and values")
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise InputError(f"--set {setting!r}: key=value is wanted, as in running.steps=100")
+        place = values
+        *parents, last = key.strip().split(".")
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise InputError(f"--set {setting!r}: {parent} is not a group of keys")
+        place[last] = yaml.safe_load(value)
+    recipe: Recipe = build(Recipe, values, where=str(path))
+    return recipe
+
+
+def build(kind: Any, value: Any, *, where: str) -> Any:
+    """A dataclass out of nested plain values, with every type checked."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        if not isinstance(value, dict):
+            raise InputError(f"{where}: keys and values are wanted, not {value!r}")
+        hints = typing.get_type_hints(kind)
+        if unknown := sorted(set(value) - set(hints)):
+            raise InputError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(hints))}")
+        made = {key: build(hints[key], entry, where=f"{where}: {key}") for key, entry in value.items()}
+        try:
+            return kind(**made)
+        except TypeError as error:
+            raise InputError(f"{where}: {error}") from None
+    if origin in (typing.Union, types.UnionType):
+        for option in arguments:
+            try:
+                return build(option, value, where=where)
+            except InputError:
+                continue
+        raise InputError(f"{where}: {value!r} is not of a kind that fits")
+    if origin is Literal:
+        if value not in arguments:
+            raise InputError(f"{where}: {value!r} is none of {', '.join(map(str, arguments))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise InputError(f"{where}: a list is wanted, not {value!r}")
+        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
+        if len(kinds) != len(value):
+            raise InputError(f"{where}: {len(kinds)} values are wanted, not {len(value)}")
+        return tuple(build(k, v, where=where) for k, v in zip(kinds, value, strict=True))
+    return _scalar(kind, value, where=where)
+
+
+def _scalar(kind: Any, value: Any, *, where: str) -> Any:
+    if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string
+        try:
+            value = float(value)
+        except ValueError:
+            raise InputError(f"{where}: a number is wanted, not {value!r}") from None
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is type(None) and value is None:
+        return None
+    if not isinstance(kind, type) or not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise InputError(f"{where}: {getattr(kind, '__name__', kind)} is wanted, not {value!r}")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value

@@ -1,0 +1,213 @@
+"""A training run from recipe to finished adapters, on Lightning: data, loop, logs, checkpoints, resuming.
+
+The run's folder holds `recipe.yaml`, `train.csv`, `validation.csv`, `samples.txt`, TensorBoard files, `last.ckpt` for resuming,
+and the adapters as `save_pretrained` writes them in `best/` and `last/`.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch.utils.data import DataLoader, IterableDataset
+
+from dodo.data.batches import Batch, QuestionSource, TextSource
+from dodo.data.shards import Shard, ShardKind, prepare, read_shard
+from dodo.errors import InputError
+from dodo.model import Dodo
+from dodo.training.callbacks import Checkpoints, Progress, TrainingLog, Validation
+from dodo.training.fused import fused_lora
+from dodo.training.mixture import BatchMaker
+from dodo.training.module import TrainingModule
+from dodo.training.recipe import Recipe
+from dodo.training.validation import fixed_batches, question_batches
+
+__all__ = ["Result", "load_for_training", "train"]
+
+HELD_BACK = 0.98
+"""Questions of the last documents of a shard are for validation."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to. steps: optimiser steps in all. loss: the best validation loss, nats per token."""
+
+    folder: str
+    steps: int
+    tokens: int
+    loss: float | None
+    finished: bool
+
+
+class _Endless(IterableDataset[Batch]):
+    """Batches from a number on, every world-th: no length, so that Lightning stops by steps alone."""
+
+    def __init__(self, make: BatchMaker, first: int, world: int = 1) -> None:
+        self._make, self._first, self._world = make, first, world
+
+    def __iter__(self) -> Iterator[Batch]:
+        number = self._first
+        while True:
+            yield self._make(number)
+            number += self._world
+
+
+def train(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    resume: bool = False,
+    max_minutes: float | None = None,
+    progress: bool = True,
+    dodo: Dodo | None = None,
+) -> Result:
+    """Run a recipe, or go on with it.
+
+    Args:
+        recipe: see `Recipe`.
+        folder: of the run.
+        resume: go on from the folder's last checkpoint.
+        max_minutes: stop, resumably, after this time.
+        progress: show a progress bar on stderr.
+        dodo: instead of loading the recipe's base (tests).
+
+    Raises:
+        InputError: the folder holds another run, there is nothing to resume, or there is no data.
+        NanLossError: see there.
+    """
+    from lightning import Trainer
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    checkpoint = _claim(folder, recipe, resume=resume)
+    dodo = dodo or load_for_training(recipe)
+    running = recipe.running
+    text, questions, validation = _sources(recipe, dodo, folder)
+    module = TrainingModule(dodo, recipe, folder)
+    checks = Validation(validation, folder, recipe)
+    callbacks = [TrainingLog(folder), checks, Checkpoints(folder, every=running.save_every, best=checks)]
+    callbacks += [Progress(running.steps)] if progress else []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        trainer = Trainer(
+            accelerator=running.accelerator,
+            devices=running.devices,
+            strategy=running.strategy,
+            max_steps=running.steps,
+            max_epochs=-1,
+            max_time=None if max_minutes is None else timedelta(minutes=max_minutes),
+            accumulate_grad_batches=running.accumulate,
+            gradient_clip_val=recipe.optimizer.clip,
+            callbacks=callbacks,
+            logger=TensorBoardLogger(str(folder), name="tensorboard", version=""),
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            log_every_n_steps=1,
+            limit_val_batches=0,
+        )
+        done = 0
+        if checkpoint is not None:
+            done = int(torch.load(checkpoint, map_location="cpu", weights_only=False)["global_step"])
+        per_step = running.accumulate * running.devices
+        maker = BatchMaker(recipe, text, questions)
+        loader = DataLoader(_Endless(maker, done * per_step + trainer.global_rank, trainer.world_size), batch_size=None)
+        with fused_lora(dodo.compressor.base) if running.fused else nullcontext():
+            trainer.fit(module, loader, ckpt_path=None if checkpoint is None else str(checkpoint), weights_only=False)
+    return Result(
+        folder=str(folder),
+        steps=trainer.global_step,
+        tokens=module.tokens_seen,
+        loss=checks.best,
+        finished=trainer.global_step >= running.steps or checks.out_of_patience,
+    )
+
+
+def load_for_training(recipe: Recipe) -> Dodo:
+    """The recipe's base in the dtype of the run, with fresh fp32 adapters."""
+    running = recipe.running
+    dodo = Dodo.from_pretrained(
+        recipe.base,
+        config=recipe.config,
+        dtype=getattr(torch, running.dtype),
+        attn_implementation=running.attention,
+        device="cpu",  # Lightning moves it
+    )
+    if running.checkpoint_gradients:
+        dodo.compressor.adapters.checkpoint_gradients()
+    for parameter in dodo.compressor.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return dodo
+
+
+def _claim(folder: Path, recipe: Recipe, *, resume: bool) -> Path | None:
+    """Make the folder this recipe's; the checkpoint to go on from, if any."""
+    record, last = folder / "recipe.yaml", folder / "last.ckpt"
+    wanted = recipe.as_dict()
+    if resume:
+        if not last.is_file():
+            raise InputError(f"there is nothing to resume in {folder}: no last.ckpt")
+        before = yaml.safe_load(record.read_text(encoding="utf-8"))
+        if differing := _differences(before, wanted):
+            raise InputError(f"the run in {folder} had another recipe; it differs in {', '.join(differing)}")
+        return last
+    if last.exists():
+        raise InputError(f"{folder} holds a run already; pass --resume to go on with it, or name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    record.write_text(yaml.safe_dump(wanted, sort_keys=False), encoding="utf-8")
+    return None
+
+
+def _differences(before: Any, wanted: Any, where: str = "") -> list[str]:
+    if isinstance(before, dict) and isinstance(wanted, dict):
+        keys = dict.fromkeys([*before, *wanted])
+        return [d for k in keys for d in _differences(before.get(k), wanted.get(k), f"{where}.{k}" if where else str(k))]
+    return [] if before == wanted else [where]
+
+
+def _sources(recipe: Recipe, dodo: Dodo, folder: Path) -> tuple[TextSource | None, QuestionSource | None, dict[str, Batch]]:
+    tokenizer, data, mixture, running = dodo.tokenizer, recipe.data, recipe.mixture, recipe.running
+    bos = tokenizer.bos_token_id if recipe.config.keep_first else None
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise InputError(f"{recipe.base} has no EOS token, which ends a reconstruction")
+
+    def opened(source: str, kind: ShardKind) -> Shard:
+        if source.endswith(".safetensors"):
+            return read_shard(source, tokenizer)
+        made = folder / "data" / f"{Path(source).name.replace('*', 'all')}.{kind}.safetensors"
+        if made.is_file():
+            return read_shard(made, tokenizer)
+        return prepare([source], made, tokenizer, kind=kind, commercial_only=data.commercial_only)
+
+    text = questions = None
+    if mixture.autoencoding or mixture.continuation or mixture.distillation:
+        text = TextSource([opened(source, "text") for source in data.text], bos=bos, eos=eos)
+    checks: dict[str, Batch] = {}
+    if data.validation:
+        held_out = TextSource([opened(source, "text") for source in data.validation], bos=bos, eos=eos)
+        checks |= fixed_batches(
+            held_out,
+            texts=running.validation_texts,
+            lengths=running.validation_lengths,
+            ratios=running.validation_ratios,
+        )
+    if mixture.question:
+        if data.questions is None:
+            raise InputError("mixture.question is positive, but data.questions names no shard")
+        shard = opened(data.questions, "question")
+        questions = QuestionSource(shard, bos=bos, eos=eos, part=(0.0, HELD_BACK))
+        back = QuestionSource(shard, bos=bos, eos=eos, part=(HELD_BACK, 1.0))
+        checks |= question_batches(back, count=running.validation_texts, ratios=running.validation_ratios)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return text, questions, checks

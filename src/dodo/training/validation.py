@@ -1,0 +1,80 @@
+"""How good the compressor is on texts it never saw: loss and accuracy per length, ratio and way of selecting; BLEU of rebuilt texts.
+
+Selection of checkpoints goes by this, never by a test set.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dodo.data.batches import Batch, QuestionSource, TextSource
+from dodo.model import Dodo
+from dodo.training.objectives import Selecting, Way, batch_loss, encode
+
+__all__ = ["Rebuilt", "fixed_batches", "question_batches", "rebuild", "validate"]
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """Texts and their greedy reconstructions. bleu: 0 to 100, sacrebleu's corpus BLEU with 13a tokens."""
+
+    bleu: float
+    texts: list[str]
+    rebuilt: list[str]
+
+
+def fixed_batches(
+    text: TextSource, *, texts: int, lengths: Sequence[int], ratios: Sequence[float], seed: int = 0
+) -> dict[str, Batch]:
+    """The same autoencoding batches for every validation, one per length and ratio; the texts are the same at each ratio."""
+    made = {}
+    for length in lengths:
+        if length > text.longest:
+            continue
+        batch = text.autoencoding(texts, length, 1.0, np.random.default_rng((seed, length)))
+        for ratio in ratios:
+            made[f"n{length}/r{ratio:g}"] = dataclasses.replace(batch, ratio=ratio)
+    return made
+
+
+def question_batches(questions: QuestionSource, *, count: int, ratios: Sequence[float], seed: int = 0) -> dict[str, Batch]:
+    """Likewise for questions: about `count` documents of the median length, two questions each."""
+    batch = questions.batch(count * 140, 2, 1.0, np.random.default_rng((seed, 1)), at=len(questions) // 2)
+    return {f"question/r{ratio:g}": dataclasses.replace(batch, ratio=ratio) for ratio in ratios}
+
+
+@torch.no_grad()
+def validate(dodo: Dodo, batches: dict[str, Batch], ways: Sequence[Way] = ("scorer", "stride")) -> dict[str, float]:
+    """Loss (nats per token) and accuracy of each batch: `loss/n64/r5/scorer`, `accuracy/...`; `loss` is the scorer's mean."""
+    found: dict[str, float] = {}
+    for name, batch in batches.items():
+        for way in ways:
+            loss = batch_loss(dodo.compressor, batch, Selecting(way))
+            found[f"loss/{name}/{way}"] = loss.sum / loss.tokens
+            found[f"accuracy/{name}/{way}"] = loss.correct / loss.tokens
+    for way in ways:
+        losses = [value for key, value in found.items() if key.startswith("loss/") and key.endswith(way)]
+        found["loss" if way == "scorer" else f"loss/{way}"] = sum(losses) / len(losses)
+    return found
+
+
+@torch.no_grad()
+def rebuild(dodo: Dodo, batch: Batch, *, texts: int, way: Way = "scorer") -> Rebuilt:
+    """Greedy reconstruction of the first texts of an autoencoding batch."""
+    import sacrebleu
+
+    few = dataclasses.replace(
+        batch,
+        documents=batch.documents[:texts],
+        document_mask=batch.document_mask[:texts],
+        decoder=batch.decoder[:texts],
+    )
+    dodo.stamp()  # the adapters have changed since
+    nuggets = dodo.adopt(encode(dodo.compressor, few, Selecting(way)))
+    new = dodo.generate_ids(nuggets, None, max_new_tokens=few.decoder.shape[1] + 1)
+    originals = dodo.tokenizer.batch_decode(few.decoder.tolist(), clean_up_tokenization_spaces=False)
+    rebuilt = dodo.tokenizer.batch_decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return Rebuilt(sacrebleu.corpus_bleu(rebuilt, [originals]).score, originals, rebuilt)
