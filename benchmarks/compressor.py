@@ -26,25 +26,32 @@ from transformers import AutoModelForCausalLM
 from dodo.pull import pull
 ids = torch.arange(2048)[None] * 17 % 49000
 """
-_PREFILL = _LOAD + """
+_PREFILL = (
+    _LOAD
+    + """
 base = AutoModelForCausalLM.from_pretrained(pull("smollm2-135m"))
 with torch.no_grad():
     kept = base(ids, use_cache=True, logits_to_keep=1)
 """
-_COMPRESS = _LOAD + """
+)
+_COMPRESS = (
+    _LOAD
+    + """
 from dodo import Dodo, DodoConfig, LoraSettings
 lora = LoraSettings(targets="{targets}", rank={rank})
 dodo = Dodo.from_pretrained("smollm2-135m", config=DodoConfig(encoder=lora, decoder=lora))
 with torch.no_grad():
     kept = dodo.compressor.encode(ids, ratio=10)
 """
+)
 
 
 def main() -> None:
+    from transformers import AutoModelForCausalLM
+
     from dodo import Dodo, DodoConfig, LoraSettings
     from dodo.attention import cache_argument
     from dodo.pull import pull
-    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(pull("smollm2-135m")).eval()
@@ -103,9 +110,10 @@ def _asking(base: Any, dodo: Any, ids: torch.Tensor, question: torch.Tensor) -> 
     """One new token through generate(): over nuggets in memory / over text and question."""
     nuggets = _encode(dodo, ids)
     whole = torch.cat([ids, question], dim=1)
+    greedy = {"attention_mask": torch.ones_like(whole), "max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
     seconds = side_by_side(
         {
-            "base": lambda: base.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=1, do_sample=False, pad_token_id=0),
+            "base": lambda: base.generate(whole, **greedy),
             "dodo": lambda: dodo.generate_ids(nuggets, question.tolist(), max_new_tokens=1),
         }
     )

@@ -58,7 +58,8 @@ def write_result(name: str, measured: dict[str, Any], *, settings: dict[str, Any
         "settings": settings,
         "measured": measured,
         "hardware": {"cpu": _cpu(), "threads": torch.get_num_threads(), "gpu": None},
-        "versions": {p: version(p) for p in ("torch", "transformers", "peft", "safetensors")} | {"python": platform.python_version()},
+        "versions": {"python": platform.python_version()}
+        | {p: version(p) for p in ("torch", "transformers", "peft", "safetensors")},
     }
     path = ROOT / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)

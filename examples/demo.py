@@ -1,6 +1,6 @@
 """The main job on a real text: compress it, rebuild it, question it, beside the same base reading everything.
 
-    python examples/demo.py
+python examples/demo.py
 """
 
 import sys
@@ -35,10 +35,10 @@ def main() -> None:
     text = TEXT.read_text(encoding="utf-8")
     ratios = (5, 10) if dodo.is_trained else (1, 2, 4)
     if not dodo.is_trained:
-        out.print("[bold]The adapters are fresh (untrained): r = 1 is the base itself; higher ratios show what training is for.[/bold]\n")
+        out.print("[bold]The adapters are fresh: r = 1 is the base itself; higher ratios show what training is for.[/bold]\n")
 
-    sizes = Table(title=f"{TEXT.name} ({len(text.split())} words) in nuggets, fp32, seconds of compressing included")
-    for column in ("ratio", "tokens n", "nuggets k", "states", "bytes held", "of a full cache", "seconds"):
+    sizes = Table(title=f"{TEXT.name} ({len(text.split())} words) in nuggets, fp32")
+    for column in ("ratio", "tokens n", "nuggets k", "states", "bytes held", "of a full cache", "seconds to compress"):
         sizes.add_column(column, justify="right")
     base = Dodo.from_pretrained("smollm2-135m", fresh=True)
     columns = {"base reading everything": base.compress(text, ratio=1)}

@@ -72,7 +72,12 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "gemma": {"model_type": "gemma", "head_dim": 16},
     "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 9},
-    "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "phi3": {"model_type": "phi3", "sliding_window": None},
     "phi3, sliding, partial rotation": {"model_type": "phi3", "sliding_window": 9, "partial_rotary_factor": 0.5},
     "phi3, longrope": {

@@ -312,7 +312,9 @@ def test_only_one_segment_of_keys_is_held_while_encoding(pair: Maker) -> None:
     compressor = pair("llama", positions="compact").compressor
     widths: list[int] = []
     attention = compressor.base.base_model.layers[0].self_attn
-    attention.register_forward_hook(lambda _, args, kwargs, out: widths.append(kwargs["hidden_states"].shape[1]), with_kwargs=True)
+    attention.register_forward_hook(
+        lambda _, args, kwargs, out: widths.append(kwargs["hidden_states"].shape[1]), with_kwargs=True
+    )
     with torch.no_grad():
         compressor.encode(tokens(1, 900), ratio=10, segment=64)
     encoder = [w for w in widths if w <= 64]

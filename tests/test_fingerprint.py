@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.conftest import small_config, tiny_model
-from tests.standins.models import byte_tokenizer, save_base, save_gguf, tiny_llama
 
 from dodo import fingerprint
 from dodo.base import load_base
 from dodo.errors import FingerprintMismatch
 from dodo.model import Dodo
+from tests.conftest import small_config, tiny_model
+from tests.standins.models import byte_tokenizer, save_base, save_gguf, tiny_llama
 
 
 def _files(folder: Path) -> str:

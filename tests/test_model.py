@@ -87,7 +87,9 @@ def test_ratio_one_generates_what_the_base_generates(make: Maker, settings: dict
     torch.manual_seed(0)
     ids = torch.tensor([context + prompt])
     rules = settings if "repetition_penalty" not in settings else {}
-    expected = base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, pad_token_id=1, **{"do_sample": False, **rules})
+    expected = base.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, pad_token_id=1, **{"do_sample": False, **rules}
+    )
     nuggets = dodo.compress(TEXT, ratio=1)
     torch.manual_seed(0)
     made = dodo.generate_ids(nuggets, [prompt], max_new_tokens=12, **rules)

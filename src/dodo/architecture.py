@@ -19,7 +19,9 @@ __all__ = [
     "FeatureLayers",
     "backbone",
     "check_supported",
+    "device_of",
     "layer_windows",
+    "layers_of",
     "lora_targets",
     "rotary_of",
     "window_of",
@@ -88,6 +90,20 @@ def backbone(model: PreTrainedModel) -> nn.Module:
     return inner
 
 
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where a base takes its tokens: the device of its embeddings."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.device
+
+
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The base's transformer layers, lowest first."""
+    layers = backbone(model).layers
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
 def window_of(config: PreTrainedConfig) -> int:
     """Positions within which the base's rotations are fixed.
 
@@ -133,7 +149,7 @@ def rotary_of(model: PreTrainedModel) -> Rotary:
     Raises:
         UnsupportedModelError: a layout of dimensions other than two halves.
     """
-    embedding = backbone(model).rotary_emb
+    embedding: Any = backbone(model).rotary_emb
     config = model.config
     layers = config.num_hidden_layers
     types = getattr(embedding, "layer_types", None)
@@ -144,7 +160,7 @@ def rotary_of(model: PreTrainedModel) -> Rotary:
         buffer: Tensor = getattr(embedding, f"{name}_inv_freq" if name else "inv_freq")
         _check_halves(embedding, buffer, name)
         frequencies.append(buffer.detach().float().cpu().clone())
-    turns = [bool(getattr(layer.self_attn, "use_rope", True)) for layer in backbone(model).layers]
+    turns = [bool(getattr(layer.self_attn, "use_rope", True)) for layer in layers_of(model)]
     which = tuple(names.index(per_layer[i]) if turns[i] else -1 for i in range(layers))
     return Rotary(frequencies=tuple(frequencies), layers=which)
 
@@ -174,9 +190,9 @@ class FeatureLayers:
         depth = model.config.num_hidden_layers
         if not 1 <= feature_layer < depth:
             raise InputError(f"feature_layer must be 1 .. {depth - 1} for a base of {depth} layers, not {feature_layer}")
-        view = copy.copy(inner)
+        view: Any = copy.copy(inner)
         view._modules = dict(inner._modules)
-        view.layers = inner.layers[:feature_layer]
+        view.layers = layers_of(model)[:feature_layer]
         view.norm = nn.Identity()
         view.config = _first_layers(model.config, feature_layer)
         self._view = view

@@ -71,7 +71,7 @@ class NuggetCache(DynamicCache):
         self.key_mask = torch.cat([self.key_mask, mask], dim=1)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self.key_positions = self.key_positions.index_select(0, beam_idx.to(self.key_positions.device))
         self.key_mask = self.key_mask.index_select(0, beam_idx.to(self.key_mask.device))
 
@@ -106,7 +106,9 @@ class OnePassCache(DynamicCache):
 
     def __init__(self, layers: int, *, past: tuple[Tensor, Tensor] | None = None, keep: Tensor | None = None) -> None:
         super().__init__()
-        self.layers = [_OnePassLayer(None if past is None else (past[0][i], past[1][i]), keep) for i in range(layers)]
+        self.layers: list[Any] = [
+            _OnePassLayer(None if past is None else (past[0][i], past[1][i]), keep) for i in range(layers)
+        ]
 
     def kept(self) -> tuple[Tensor, Tensor]:
         """Keys and values [L, B, H, K + K', D] of the past and, behind it, of the kept tokens."""
@@ -129,7 +131,7 @@ class _OnePassLayer(DynamicLayer):
         return self._behind_past(key_states, value_states)
 
     def _behind_past(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
+        if self.keys is None or self.values is None:
             return keys, values
         return torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
 
@@ -198,9 +200,7 @@ def windows_by_position(model: PreTrainedModel) -> Iterator[None]:
         mask = kwargs.get("attention_mask")
         fresh = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask[:, -positions.shape[1] :].bool()
         cache.extend(positions, fresh)
-        masks = attention_masks(
-            model, query_positions=positions, key_positions=cache.key_positions, key_mask=cache.key_mask
-        )
+        masks = attention_masks(model, query_positions=positions, key_positions=cache.key_positions, key_mask=cache.key_mask)
         return args, {**kwargs, "attention_mask": masks}
 
     handle = backbone(model).register_forward_pre_hook(by_position, with_kwargs=True)

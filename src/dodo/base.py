@@ -72,7 +72,8 @@ def load_base(
         options |= {"quantization_config": _bitsandbytes(quantization), "device_map": {"": str(device)}}
     try:
         check_supported(AutoConfig.from_pretrained(source, **where), allow_untested=allow_untested)
-        model, report = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **where, **options)
+        auto: Any = AutoModelForCausalLM
+        model, report = auto.from_pretrained(source, output_loading_info=True, **where, **options)
         if missing := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
             raise InputError(f"{str(name)!r} lacks {len(missing)} of its weights, the first of them {missing[0]}")
         if quantization is None:

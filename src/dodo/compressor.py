@@ -1,6 +1,6 @@
 """Dodo as a contextual compressor: tokens in, nuggets out; nuggets and tokens in, logits out.
 
-Paper: Section 2.3. Eq. 12 and 13 with phi on the encoder's side, theta on the decoder's, the scorer on features of the base
+Paper: Section 2.3. Eq. 12 to 15 with phi on the encoder's side, theta on the decoder's, the scorer on features of the base
 with adapters off, and Eq. 18 in training. Plain functions on tokens and tensors; text and generation are in `model`.
 
 Texts longer than a segment are encoded piece by piece, each piece attending to the nuggets of those before it. Selection
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dodo.adapters import PHI, THETA, Adapters
-from dodo.architecture import FeatureLayers, backbone, layer_windows, rotary_of, window_of
+from dodo.architecture import FeatureLayers, backbone, device_of, layer_windows, rotary_of, window_of
 from dodo.attention import OnePassCache, attention_masks, cache_argument, check_gradient_backend
 from dodo.config import DodoConfig
 from dodo.errors import InputError, WindowError
@@ -48,7 +48,7 @@ class Compressor(nn.Module):
         self._features = FeatureLayers(base, config.feature_layer)
         self.adapters = Adapters(base, encoder=config.encoder, decoder=config.decoder, seed=config.seed)
         self.base = base
-        device = base.get_input_embeddings().weight.device
+        device = device_of(base)
         self.scorer = Scorer(base.config.hidden_size, seed=config.seed).to(device)
         self.soft_token = nn.Parameter(_fresh_soft_token(base))
 
@@ -90,7 +90,7 @@ class Compressor(nn.Module):
         segment: int | None = None,
         start: int = 0,
     ) -> Nuggets:
-        """Compress a batch of texts. Paper: Eq. 7, 12.
+        """Compress a batch of texts. Paper: Eq. 7, 14, 15.
 
         With `keep_first`, the first token of each text is kept beyond the k = ceil(n / r) nuggets and not counted in n,
         unless it is the only one.
@@ -270,7 +270,7 @@ class Compressor(nn.Module):
         last_only: bool = False,
         states: bool = False,
     ) -> Tensor:
-        """Logits of the tokens that follow `input_ids`, given nuggets. Paper: Eq. 13 to 15; Eq. 18 when gradients are on.
+        """Logits of the tokens that follow `input_ids`, given nuggets. Paper: Eq. 12, 13; Eq. 18 when gradients are on.
 
         Args:
             nuggets: of B texts.
@@ -326,7 +326,8 @@ class Compressor(nn.Module):
 
 def _fresh_soft_token(base: PreTrainedModel) -> Tensor:
     """The mean of the base's token embeddings, fp32 [d]."""
-    weight = base.get_input_embeddings().weight.detach()
+    embeddings: Any = base.get_input_embeddings()
+    weight: Tensor = embeddings.weight.detach()
     return weight.float().mean(0)
 
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from dodo import fingerprint, hub
 from dodo.adapters import THETA
+from dodo.architecture import device_of
 from dodo.attention import cache_argument, windows_by_position
 from dodo.base import LoadedBase, load_base
 from dodo.compressor import Compressor
@@ -62,9 +63,7 @@ class Dodo:
         self.stamp()
 
     @classmethod
-    def from_model(
-        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: DodoConfig | None = None
-    ) -> "Dodo":
+    def from_model(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: DodoConfig | None = None) -> "Dodo":
         """Wrap a model that is already in memory, with fresh adapters."""
         from dodo.architecture import check_supported
 
@@ -131,7 +130,7 @@ class Dodo:
     @property
     def device(self) -> torch.device:
         """Where the base's embeddings are."""
-        return self.compressor.base.get_input_embeddings().weight.device
+        return device_of(self.compressor.base)
 
     # -- compressing
 
@@ -312,7 +311,7 @@ class Dodo:
     ) -> list[list[int]]:
         """`generate` on token ids: prompts without padding in, new tokens out."""
         self._check(nuggets)
-        base = self.compressor.base
+        base: Any = self.compressor.base
         B = nuggets.batch_size
         if prompts is None:
             input_ids, real = None, torch.ones(B, 1, dtype=torch.long, device=self.device)
@@ -476,7 +475,7 @@ class Dodo:
             "(Qin et al., Dodo: Dynamic Contextual Compression for Decoder-only LMs).\n\n"
             f"- ratios trained: {trained}\n- positions: {config.positions}\n- first token kept: {config.keep_first}\n"
             f"- feature layer: {config.feature_layer}\n- base weights: {config.base_fingerprint}\n\n"
-            "```python\nfrom dodo import Dodo\n\ndodo = Dodo.from_pretrained(\"path or hub id of this folder\")\n```\n"
+            '```python\nfrom dodo import Dodo\n\ndodo = Dodo.from_pretrained("path or hub id of this folder")\n```\n'
         )
 
     # -- tokens

@@ -1,6 +1,6 @@
 """Nuggets: the keys and values, in every layer, of the few tokens that stand for a text.
 
-Paper: z_{1:k}^{1:L} of Eq. 5, 7 and 12. Plain tensors and what is needed to use them elsewhere: positions, scores, token
+Paper: z_{1:k}^{1:L} of Eq. 5, 7 and 14. Plain tensors and what is needed to use them elsewhere: positions, scores, token
 ids, rotation frequencies, fingerprints. The file format is in `nuggets_file`.
 
 Shapes: L layers, B texts, H key/value heads, K states (nuggets, and the kept first token if there is one), D head width.
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -143,7 +143,7 @@ class Nuggets:
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Nuggets":
         """The same nuggets on another device, keys and values in another floating dtype."""
-        moved = {
+        moved: dict[str, Any] = {
             f.name: value.to(device)
             for f in dataclasses.fields(self)
             if isinstance(value := getattr(self, f.name), Tensor) and device is not None
@@ -184,7 +184,7 @@ class Nuggets:
             raise IndexError(f"text {row} of {self.batch_size}")
         row %= self.batch_size
         states = int(self.mask[row].sum())
-        rows = {name: getattr(self, name)[row : row + 1, :states] for name in _PER_STATE}
+        rows: dict[str, Any] = {name: getattr(self, name)[row : row + 1, :states] for name in _PER_STATE}
         rows |= {name: getattr(self, name)[row : row + 1] for name in ("lengths", "next_positions")}
         return dataclasses.replace(
             self, keys=self.keys[:, row : row + 1, :, :states], values=self.values[:, row : row + 1, :, :states], **rows
@@ -200,7 +200,7 @@ class Nuggets:
         """
         first = _agreeing(parts, "stack", names=("scheme", "sinks", "dtype"))
         longest = max(part.mask.shape[1] for part in parts)
-        joined = {name: torch.cat([_pad(getattr(p, name), 1, longest) for p in parts]) for name in _PER_STATE}
+        joined: dict[str, Any] = {name: torch.cat([_pad(getattr(p, name), 1, longest) for p in parts]) for name in _PER_STATE}
         joined |= {name: torch.cat([getattr(p, name) for p in parts]) for name in ("lengths", "next_positions")}
         joined |= {name: torch.cat([_pad(getattr(p, name), 3, longest) for p in parts], dim=1) for name in ("keys", "values")}
         ratio = first.ratio if all(part.ratio == first.ratio for part in parts) else None
@@ -226,7 +226,7 @@ class Nuggets:
             start = int(here.next_positions)
             moved.append(dataclasses.replace(here, indices=here.indices + length))
             length += int(part.lengths) + part.sinks
-        joined = {name: torch.cat([getattr(p, name) for p in moved], dim=1) for name in _PER_STATE}
+        joined: dict[str, Any] = {name: torch.cat([getattr(p, name) for p in moved], dim=1) for name in _PER_STATE}
         joined |= {name: torch.cat([getattr(p, name) for p in moved], dim=3) for name in ("keys", "values")}
         return dataclasses.replace(
             first,

@@ -44,20 +44,20 @@ def save(nuggets: Nuggets, path: str | Path, *, storage: StorageType | None = No
         NuggetsFileError: the file could not be written (no such folder, disk full, ...); what stood there is unchanged.
     """
     path = Path(path)
-    storage = storage or _name(nuggets.dtype)
-    if storage not in get_args(StorageType):
-        raise InputError(f"storage must be one of {', '.join(get_args(StorageType))}, not {storage!r}")
+    stored = storage or _name(nuggets.dtype)
+    if stored not in get_args(StorageType):
+        raise InputError(f"storage must be one of {', '.join(get_args(StorageType))}, not {stored!r}")
     here = nuggets.to(device="cpu")
     tensors: dict[str, Tensor] = {name: getattr(here, name).to(torch.int32) for name in _INTEGERS}
     tensors |= {"scores": here.scores.float(), "mask": here.mask}
     tensors |= {f"rotary.{i}": frequencies for i, frequencies in enumerate(here.rotary.frequencies)}
     for name in ("keys", "values"):
-        tensors |= _stored(name, getattr(here, name).detach(), storage)
+        tensors |= _stored(name, getattr(here, name).detach(), stored)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     header = {
         "version": FORMAT_VERSION,
         "dtype": _name(nuggets.dtype),
-        "storage": storage,
+        "storage": stored,
         "n": here.lengths.tolist(),
         "k": here.k.tolist(),
         "sinks": here.sinks,
@@ -145,7 +145,7 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(f"{name} {list(tensors[name].shape)}".encode())
-        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

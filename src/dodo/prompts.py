@@ -24,6 +24,5 @@ def chat_turn(tokenizer: PreTrainedTokenizerBase, request: str) -> str:
     """A user's request in the tokenizer's chat format, up to where the answer begins; plain lines if it has none."""
     if tokenizer.chat_template is None:
         return f"\n{request}\n"
-    turn = [{"role": "system", "content": ""}, {"role": "user", "content": request}]
-    text: str = tokenizer.apply_chat_template(turn[1:], tokenize=False, add_generation_prompt=True)
-    return text
+    turn = [{"role": "user", "content": request}]
+    return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))

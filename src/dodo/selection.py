@@ -1,6 +1,6 @@
 """How many nuggets, and which tokens: pure functions on scores and masks.
 
-Paper: Section 2.3, Eq. 12 (top-k) with its footnote (the last token is always selected), and k = ceil(n / r).
+Paper: Section 2.3, Eq. 14 (top-k) with its footnote (the last token is always selected), and k = ceil(n / r).
 
 Shapes: B batch, T tokens, K nuggets, H key/value heads, D head width.
 """
@@ -62,7 +62,7 @@ def select_top_k(scores: Tensor, k: Tensor, mask: Tensor) -> Selection:
     """The k highest-scored tokens of each row, its last real token always among them.
 
     Ties go to the earlier token. Not differentiable; the scorer learns through `straight_through`.
-    Paper: Eq. 12 and its footnote.
+    Paper: Eq. 14 and its footnote.
 
     Args:
         scores: float [B, T], finite wherever `mask` is true.
