@@ -6,13 +6,14 @@ Every ratio is measured side by side in one run and says what it includes. Adapt
 saved by their being zero. Writes results/benchmark-compressor.json.
 """
 
+import sys
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import ROOT, peak_memory, seconds_of_command, side_by_side, write_result
+from measuring import ROOT, peak_memory, seconds_of_command, side_by_side, write_page, write_result
 
 warnings.simplefilter("ignore")
 
@@ -74,6 +75,7 @@ def main() -> None:
             | _decoding(base, dodo, ids, cache_argument(base))
         )
     measured["file"] = _sizes(dodo, ids)
+    measured["storage"] = _storage_loss(dodo, text)
     measured["command"] = {
         "dodo --help, s": seconds_of_command("dodo", "--help"),
         "import dodo, s": seconds_of_command("python", "-c", "import dodo"),
@@ -81,10 +83,20 @@ def main() -> None:
     path = write_result(
         "benchmark-compressor",
         measured,
-        settings={"base": "smollm2-135m", "dtype": "float32", "tokens": TOKENS, "ratio": RATIO, "question": QUESTION_TOKENS},
+        settings={
+            "base": "smollm2-135m",
+            "adapters": "random weights",
+            "dtype": "float32",
+            "text": "examples/harbour-clock.txt, repeated",
+            "tokens": TOKENS,
+            "ratio": RATIO,
+            "question tokens": QUESTION_TOKENS,
+            "new tokens": NEW_TOKENS,
+        },
     )
-    _show(measured)
-    print(f"\nwritten to {path.relative_to(ROOT)}")
+    page = write_page()
+    print(page.read_text(encoding="utf-8"))
+    print(f"written to {path.relative_to(ROOT)} and {page.relative_to(ROOT)}", file=sys.stderr)
 
 
 def _compressing(base: Any, dodo: Any, ids: torch.Tensor, base_peak: int, dodo_peak: int) -> dict[str, Any]:
@@ -177,16 +189,26 @@ def _sizes(dodo: Any, ids: torch.Tensor) -> dict[str, Any]:
     } | {f"{storage} file, bytes": size for storage, size in sizes.items()}
 
 
+def _storage_loss(dodo: Any, text: str) -> dict[str, Any]:
+    """What rounding keys and values does to the next-token distributions: first half compressed, second half read over it."""
+    ids = torch.tensor([dodo.document_ids(text)])
+    half = ids.shape[1] // 2
+    lost: dict[str, Any] = {}
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        nuggets = dodo.compressor.encode(ids[:, :half], ratio=2)
+        exact = dodo.compressor.decode(nuggets, ids[:, half:]).log_softmax(-1)
+        for storage in ("bfloat16", "float16", "int8"):
+            nuggets.save(Path(folder) / storage, storage=storage)
+            rounded = dodo.compressor.decode(type(nuggets).load(Path(folder) / storage), ids[:, half:]).log_softmax(-1)
+            divergence = (exact.exp() * (exact - rounded)).sum(-1).mean()
+            lost[f"{storage}: mean divergence from fp32, nats"] = float(divergence)
+            lost[f"{storage}: same most likely token, share"] = float((exact.argmax(-1) == rounded.argmax(-1)).float().mean())
+    return lost
+
+
 def _encode(dodo: Any, ids: torch.Tensor) -> Any:
     with torch.no_grad():
         return dodo.compressor.encode(ids, ratio=RATIO)
-
-
-def _show(measured: dict[str, Any]) -> None:
-    for group, values in measured.items():
-        print(f"\n{group}")
-        for name, value in values.items():
-            print(f"  {name:45} {value:,.4g}" if isinstance(value, float) else f"  {name:45} {value:,}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What all benchmarks share: a machine's description, alternating timings, peak memory of a fresh process, a result file."""
+"""What all benchmarks share: timings in turn, peak memory of a fresh process, a result file, and the page made of them."""
 
 import json
 import platform
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = ("torch", "transformers", "peft", "safetensors")
 
 
 def side_by_side(tasks: dict[str, Callable[[], Any]], *, rounds: int = 5) -> dict[str, float]:
@@ -64,6 +65,34 @@ def write_result(name: str, measured: dict[str, Any], *, settings: dict[str, Any
     path = ROOT / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def write_page() -> Path:
+    """docs/benchmarks.md, from all benchmark results: no number in it is typed."""
+    lines = ["# Benchmarks", "", "Written by `make bench`. Ratios are measured side by side in one run.", ""]
+    for path in sorted((ROOT / "results").glob("benchmark-*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+        settings = "; ".join(f"{name}: {value}" for name, value in record["settings"].items())
+        hardware = f"{record['hardware']['cpu']}, {record['hardware']['threads']} threads"
+        lines += [
+            f"## {record['name']}",
+            "",
+            f"{record['date']}, commit {record['commit'][:12]}, {hardware}; {versions}.",
+            "",
+            f"{settings}.",
+            "",
+        ]
+        for group, values in record["measured"].items():
+            lines += [f"| {group} | |", "| --- | ---: |"]
+            lines += [
+                f"| {name} | {value:,.4g} |" if isinstance(value, float) else f"| {name} | {value:,} |"
+                for name, value in values.items()
+            ]
+            lines.append("")
+    path = ROOT / "docs" / "benchmarks.md"
+    path.write_text("\n".join(lines), encoding="utf-8")
     return path
 
 

@@ -7,7 +7,6 @@ Switching is done on PEFT's own layers without touching `requires_grad`, so that
 Under gradient checkpointing the recomputation runs with the adapter that was on in the forward pass.
 """
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dodo.architecture import layers_of, lora_targets
-from dodo.config import LoraSettings
+from dodo.config import CONFIG_FILE, LoraSettings
 from dodo.errors import InputError
 
 __all__ = ["PHI", "THETA", "AdapterName", "Adapters"]
@@ -45,9 +44,7 @@ class Adapters:
 
     def __init__(self, base: PreTrainedModel, *, encoder: LoraSettings, decoder: LoraSettings, seed: int = 0) -> None:
         self.base = base
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*(multiple adapters|is_gradient_checkpointing).*")
-            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)  # PEFT's call
+        with torch.random.fork_rng(devices=[]), _without_chatter():
             torch.manual_seed(seed)
             self.peft: PeftModel = get_peft_model(base, _lora_config(base, encoder), adapter_name=PHI)
             self.peft.add_adapter(THETA, _lora_config(base, decoder))
@@ -174,10 +171,12 @@ class Adapters:
             InputError: a folder is missing, or its rank or targets are not the configured ones.
         """
         for name in (PHI, THETA):
-            if not (folder / name / "adapter_model.safetensors").is_file():
-                raise InputError(f"{folder} has no adapter {name}: there is no {name}/adapter_model.safetensors")
+            for file in ("adapter_model.safetensors", "adapter_config.json"):
+                if not (folder / name / file).is_file():
+                    raise InputError(f"{folder} has no adapter {name}: there is no {name}/{file}")
             try:
-                with self._all_listed():
+                with _without_chatter():
+                    self._check_settings(name, LoraConfig.from_pretrained(str(folder / name)))
                     result = self.peft.load_adapter(str(folder / name), adapter_name=name, is_trainable=True)
             except (RuntimeError, ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
                 first = (str(error).strip() or repr(error)).splitlines()[-1].strip()
@@ -189,13 +188,20 @@ class Adapters:
         for parameter in self.parameters():
             parameter.requires_grad_(True)
 
-    @contextmanager
-    def _all_listed(self) -> Iterator[None]:
-        with warnings.catch_warnings(), contextlib.ExitStack():
-            warnings.filterwarnings(
-                "ignore", message=".*(multiple adapters|already exists|missing adapter keys|is_gradient_checkpointing).*"
-            )
-            yield
+    def _check_settings(self, name: AdapterName, stored: LoraConfig) -> None:
+        own = self.peft.peft_config[name]
+        for setting in ("r", "lora_alpha", "target_modules"):
+            if getattr(stored, setting) != getattr(own, setting):
+                raise ValueError(f"{setting} is {getattr(stored, setting)} there and {getattr(own, setting)} in {CONFIG_FILE}")
+
+
+@contextmanager
+def _without_chatter() -> Iterator[None]:
+    """PEFT warns of what is meant here: several adapters, loading over one that is there, a call that is going to be renamed."""
+    with warnings.catch_warnings():
+        expected = "multiple adapters|already exists|missing adapter keys|is_gradient_checkpointing"
+        warnings.filterwarnings("ignore", message=f".*({expected}).*")
+        yield
 
 
 def _lora_config(base: PreTrainedModel, settings: LoraSettings) -> LoraConfig:

@@ -45,7 +45,7 @@ def running_hub() -> Iterator[Hub]:
                 owner, name, *rest = path.removeprefix("api/models/").split("/")
                 files = hub.repositories.get(f"{owner}/{name}")
                 if files is None:
-                    self.answer(401, b'{"error": "Invalid username or password."}')
+                    self.answer(401, b'{"error": "Invalid username or password."}', {"X-Error-Code": "RepoNotFound"})
                 elif rest[:1] == ["tree"]:
                     inside = [file for file in sorted(files) if file.startswith("".join(f"{part}/" for part in rest[2:]))]
                     if inside:
@@ -59,7 +59,7 @@ def running_hub() -> Iterator[Hub]:
             owner, name, *rest = path.split("/")
             files = hub.repositories.get(f"{owner}/{name}")
             if files is None:
-                self.answer(401, b'{"error": "Invalid username or password."}')
+                self.answer(401, b'{"error": "Invalid username or password."}', {"X-Error-Code": "RepoNotFound"})
             elif (file := "/".join(rest[2:])) not in files:
                 self.answer(404, b"Entry not found", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
             else:
