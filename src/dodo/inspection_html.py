@@ -84,7 +84,8 @@ table{{border-collapse:collapse}}th,td{{text-align:left;padding:.1rem .8rem .1re
 <main>
 <h1>{title}</h1>
 <p>{summary}</p>
-{state}<p><span aria-hidden="true">{legend}</span> from the lowest score to the highest, by rank. <mark>Green</mark>: kept as nuggets.
+{state}<p><span aria-hidden="true">{legend}</span> from the lowest score to the highest, by rank.
+<mark>Green</mark>: kept as nuggets.
 Point at a token for its score.</p>
 <div class="text">{text}</div>
 <details>

@@ -371,7 +371,7 @@ class Dodo:
     def stamp(self) -> None:
         """Compute this model's fingerprint; to be called when the adapters' weights have changed."""
         compressor = self.compressor
-        tensors = {name: p for name, p in compressor.adapters.named_parameters()}
+        tensors: dict[str, Tensor] = dict(compressor.adapters.named_parameters())
         tensors |= {f"scorer.{name}": p for name, p in compressor.scorer.state_dict().items()}
         tensors["soft_token"] = compressor.soft_token
         settings = dataclasses.replace(self.config, base=None, base_fingerprint=None, ratio=1.0, trained_ratios=None, seed=0)

@@ -179,9 +179,7 @@ class QuestionSource:
     def __len__(self) -> int:
         return len(self._order)
 
-    def batch(
-        self, tokens: int, per_document: int, ratio: float, rng: np.random.Generator, *, at: int | None = None
-    ) -> Batch:
+    def batch(self, tokens: int, per_document: int, ratio: float, rng: np.random.Generator, *, at: int | None = None) -> Batch:
         """Neighbouring documents of about `tokens` tokens in all, with up to `per_document` questions each. Paper: Section 6.1.
 
         `at` says which in the order of lengths; None draws it.

@@ -127,7 +127,9 @@ def _encoded(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, litera
     batch: list[str] = []
 
     def flush() -> list[list[int]]:
-        ids: list[list[int]] = tokenizer(batch, add_special_tokens=False, split_special_tokens=literal, verbose=False)["input_ids"]
+        ids: list[list[int]] = tokenizer(batch, add_special_tokens=False, split_special_tokens=literal, verbose=False)[
+            "input_ids"
+        ]
         return ids
 
     for text in texts:
@@ -181,7 +183,7 @@ def _pack(rows: list[np.ndarray]) -> Ragged:
 
 def _write(shard: Shard, out: Path, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str]) -> None:
     width = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     for name in ("documents", "prompts", "answers"):
         rows: Ragged | None = getattr(shard, name)
         if rows is not None:

@@ -9,7 +9,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning import Callback, Trainer
 
 from dodo.data.batches import Batch
@@ -130,7 +129,7 @@ class Validation(_EachStep):
 
 
 class Checkpoints(_EachStep):
-    """`last.ckpt` every so many steps, whole or not at all; adapters in `best/` after the best validation and `last/` at the end."""
+    """`last.ckpt` every so many steps, whole; adapters in `best/` after the best validation and `last/` at the end."""
 
     def __init__(self, folder: Path, *, every: int, best: Validation) -> None:
         self._folder, self._every, self._best = folder, every, best

@@ -54,7 +54,7 @@ def fused_lora(module: nn.Module) -> Iterator[None]:
 
     Layers of any other kind (quantised, with dropout, DoRA) are left as they are.
     """
-    layers = [m for m in module.modules() if isinstance(m, LoraLinear) and _is_plain(m)]
+    layers: list[Any] = [m for m in module.modules() if isinstance(m, LoraLinear) and _is_plain(m)]
     for layer in layers:
         layer.forward = _forward_of(layer)  # on the instance: PEFT itself is not patched
     try:
@@ -65,13 +65,13 @@ def fused_lora(module: nn.Module) -> Iterator[None]:
 
 
 def _is_plain(layer: LoraLinear) -> bool:
-    base = layer.get_base_layer()
+    base: Any = layer.get_base_layer()
     plain = type(base) is nn.Linear and base.weight.is_floating_point() and not any(layer.use_dora.values())
     return plain and all(isinstance(d, nn.Identity) for d in layer.lora_dropout.values())
 
 
 def _forward_of(layer: LoraLinear) -> Any:
-    base = layer.get_base_layer()
+    base: Any = layer.get_base_layer()
 
     def forward(x: Tensor, *_: Any, **__: Any) -> Tensor:
         if layer.disable_adapters:
@@ -133,4 +133,4 @@ def linear_cross_entropy(
     """
     if not torch.is_grad_enabled():
         states = states.detach()
-    return _LinearCrossEntropy.apply(states, weight, targets, weights, chunk)  # type: ignore[no-any-return]
+    return _LinearCrossEntropy.apply(states, weight, targets, weights, chunk)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from dodo.data.batches import Batch, Draw, Objective, QuestionSource, TextSource, draw_skewed
-from dodo.training.objectives import Selecting
+from dodo.training.objectives import Selecting, Way
 from dodo.training.recipe import Recipe
 
 __all__ = ["BatchMaker", "selecting_at"]
@@ -74,5 +74,5 @@ def selecting_at(recipe: Recipe, number: int) -> Selecting:
     noise = selection.noise * max(0.0, 1 - step / selection.noise_until) if selection.noise_until else selection.noise
     if selection.start != "scorer" and rng.random() >= share:
         return Selecting(selection.start, generator=generator)
-    way = "best-of-block" if rng.random() < selection.blocks else "scorer"
+    way: Way = "best-of-block" if rng.random() < selection.blocks else "scorer"
     return Selecting(way, noise=noise, generator=generator)

@@ -38,8 +38,8 @@ class Selecting:
 class Loss:
     """Of one batch.
 
-    total: fp32 scalar with gradient, the sum over tokens divided by `divisor`. tokens: N. sum: of -log p. correct: how many targets
-    had the highest logit.
+    total: fp32 scalar with gradient, the sum over tokens divided by `divisor`. tokens: N. sum: of -log p. correct: how many
+    targets had the highest logit.
     """
 
     total: Tensor

@@ -91,7 +91,7 @@ def train(
     text, questions, validation = _sources(recipe, dodo, folder)
     module = TrainingModule(dodo, recipe, folder)
     checks = Validation(validation, folder, recipe)
-    callbacks = [TrainingLog(folder), checks, Checkpoints(folder, every=running.save_every, best=checks)]
+    callbacks: list[Any] = [TrainingLog(folder), checks, Checkpoints(folder, every=running.save_every, best=checks)]
     callbacks += [Progress(running.steps)] if progress else []
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning)

@@ -1,4 +1,4 @@
-"""How good the compressor is on texts it never saw: loss and accuracy per length, ratio and way of selecting; BLEU of rebuilt texts.
+"""How good the compressor is on unseen texts: loss and accuracy per length, ratio and way of selecting; BLEU of rebuilt texts.
 
 Selection of checkpoints goes by this, never by a test set.
 """

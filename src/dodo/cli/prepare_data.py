@@ -1,0 +1,46 @@
+"""`dodo prepare-data`: texts, tokenised ahead of training."""
+
+from pathlib import Path
+
+import click
+
+from dodo.cli.options import DEFAULT_MODEL, json_option
+from dodo.cli.terminal import echo_json, silence_libraries, table
+
+__all__ = ["command"]
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  dodo prepare-data 'corpus/*.jsonl.xz' -o text.safetensors
+  dodo prepare-data squad.jsonl --kind questions -o questions.safetensors
+  dodo prepare-data hf:owner/dataset -o text.safetensors --any-licence
+"""
+)
+@click.argument("sources", nargs=-1, required=True)
+@click.option(
+    "-o", "--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The shard, a .safetensors file."
+)
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Base whose tokenizer is used.")
+@click.option("--kind", type=click.Choice(["text", "questions"]), default="text", show_default=True, help="What the records are.")
+@click.option("--any-licence", is_flag=True, help="Keep records whose licence field forbids commercial use.")
+@click.option(
+    "--minimum", type=click.IntRange(min=1), default=16, show_default=True, help="Leave out shorter documents, in tokens."
+)
+@json_option
+def command(sources: tuple[str, ...], out: Path, model: str, kind: str, any_licence: bool, minimum: int, as_json: bool) -> None:
+    """Read SOURCES (JSONL, JSONL.xz, text, parquet, 'hf:' ids), tokenise them, and write one shard."""
+    if out.suffix != ".safetensors":
+        raise click.UsageError(f"--out {out}: a shard's name must end in .safetensors")
+    from dodo.base import load_base
+    from dodo.data.shards import prepare
+
+    silence_libraries()
+    tokenizer = load_base(model).tokenizer
+    shard = prepare(sources, out, tokenizer, kind=kind, commercial_only=not any_licence, minimum=minimum)  # type: ignore[arg-type]
+    result = {"file": str(out), "documents": len(shard.documents), "tokens": shard.tokens, "bytes": out.stat().st_size}
+    if as_json:
+        echo_json(result)
+    else:
+        click.echo(table([(name, f"{value:,}" if isinstance(value, int) else str(value)) for name, value in result.items()]))

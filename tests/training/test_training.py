@@ -1,0 +1,158 @@
+"""Laws of the trainer, on a tiny model and a tiny text."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from dodo.data.batches import Batch
+from dodo.errors import InputError
+from dodo.training.module import NanLossError, TrainingModule, rate_at
+from dodo.training.objectives import Selecting, batch_loss
+from dodo.training.recipe import Optimizer, load_recipe
+from dodo.training.run import train
+from tests.standins.models import save_base
+
+WORDS = "the dodo of Mauritius was a flightless bird, and nobody has seen one since the year of the last sighting. ".split(" ")
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    save_base(tmp_path / "base")
+    rows = [{"text": " ".join(WORDS[i:] + WORDS[:i]) * 2, "license": "CC0"} for i in range(len(WORDS))]
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    recipe = {
+        "base": str(tmp_path / "base"),
+        "config": {"feature_layer": 2, "encoder": {"rank": 4, "alpha": 8.0}, "decoder": {"rank": 4, "alpha": 8.0}},
+        "data": {"text": [str(tmp_path / "text.jsonl")], "validation": [str(tmp_path / "text.jsonl")]},
+        "mixture": {
+            "autoencoding": 1.0,
+            "ratio": {"low": 2.0, "mode": 3.0, "high": 4.0},
+            "length": {"low": 8.0, "mode": 12.0, "high": 16.0},
+        },
+        "optimizer": {"lr": 1.0e-2, "scorer_lr": 1.0e-3, "warmup": 2, "period": 40},
+        "running": {
+            "steps": 8,
+            "tokens": 48,
+            "accelerator": "cpu",
+            "validate_every": 4,
+            "validation_texts": 2,
+            "validation_lengths": [12],
+            "validation_ratios": [3.0],
+            "reconstruct": 0,
+            "save_every": 2,
+        },
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+def _trained(folder: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(folder / "last.ckpt", weights_only=False)["state_dict"]
+    return state
+
+
+def test_an_interrupted_run_goes_on_to_the_same_weights(recipe_file: Path, tmp_path: Path) -> None:
+    whole = train(load_recipe(recipe_file), tmp_path / "whole", progress=False)
+    half = load_recipe(recipe_file, ["running.steps=4"])
+    train(half, tmp_path / "parts", progress=False)
+    record = tmp_path / "parts" / "recipe.yaml"
+    record.write_text((tmp_path / "whole" / "recipe.yaml").read_text())  # as if it had been stopped on its way to 8
+    parts = train(load_recipe(recipe_file), tmp_path / "parts", resume=True, progress=False)
+    assert (whole.steps, whole.tokens, whole.finished) == (parts.steps, parts.tokens, True)
+    a, b = _trained(tmp_path / "whole"), _trained(tmp_path / "parts")
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=0, rtol=0, msg=name)
+
+
+def test_training_lowers_the_loss(recipe_file: Path, tmp_path: Path) -> None:
+    first = train(load_recipe(recipe_file, ["running.steps=1", "running.validate_every=1"]), tmp_path / "first", progress=False)
+    last = train(load_recipe(recipe_file, ["running.steps=40"]), tmp_path / "last", progress=False)
+    assert first.loss is not None
+    assert last.loss is not None
+    assert last.loss < 0.9 * first.loss
+
+
+def test_a_resumed_run_whose_recipe_changed_is_refused(recipe_file: Path, tmp_path: Path) -> None:
+    train(load_recipe(recipe_file, ["running.steps=2"]), tmp_path / "run", progress=False)
+    with pytest.raises(InputError, match=r"optimizer\.lr"):
+        train(load_recipe(recipe_file, ["running.steps=2", "optimizer.lr=0.5"]), tmp_path / "run", resume=True, progress=False)
+
+
+def test_a_folder_with_a_run_is_not_overwritten(recipe_file: Path, tmp_path: Path) -> None:
+    train(load_recipe(recipe_file, ["running.steps=2"]), tmp_path / "run", progress=False)
+    with pytest.raises(InputError, match="--resume"):
+        train(load_recipe(recipe_file, ["running.steps=2"]), tmp_path / "run", progress=False)
+    with pytest.raises(InputError, match="nothing to resume"):
+        train(load_recipe(recipe_file), tmp_path / "none", resume=True, progress=False)
+
+
+@pytest.mark.parametrize("setting", ["running.stesp=3", "optimiser.lr=1", "running.steps=many", "mixture.ratio.low=0"])
+def test_unknown_keys_and_wrong_values_are_refused(recipe_file: Path, setting: str) -> None:
+    with pytest.raises(InputError):
+        load_recipe(recipe_file, [setting])
+
+
+def test_empty_data_is_refused(recipe_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text("")
+    with pytest.raises(InputError, match="no data"):
+        train(load_recipe(recipe_file), tmp_path / "run", progress=False)
+
+
+def test_the_paper_schedule_warms_up_and_ends_at_its_floor() -> None:
+    settings = Optimizer(warmup=10, period=110, floor=0.1)
+    assert rate_at(0, settings) == pytest.approx(0.1)
+    assert rate_at(10, settings) == pytest.approx(1.0)
+    assert rate_at(60, settings) == pytest.approx(0.55)
+    assert rate_at(500, settings) == pytest.approx(0.1)
+
+
+# -- the loss
+
+
+def _dodo(recipe_file: Path) -> Any:
+    from dodo.training.run import load_for_training
+
+    return load_for_training(load_recipe(recipe_file))
+
+
+def _batch(rows: list[list[int]], *, pad: int) -> Batch:
+    """Autoencoding of rows of unequal lengths, by hand."""
+    longest = max(len(row) for row in rows)
+    ids = torch.full((len(rows), longest), pad)
+    mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+    targets = torch.full((len(rows), longest + 1), -100)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), True
+        targets[i, : len(row)], targets[i, len(row)] = torch.tensor(row), 1
+    return Batch("autoencoding", 2.0, ids, mask, ids, mask, targets)
+
+
+def test_padding_does_not_enter_the_loss(recipe_file: Path) -> None:
+    compressor = _dodo(recipe_file).compressor
+    rows = [[0, 10, 11, 12, 13, 14, 15], [0, 20, 21]]
+    sums = []
+    for pad in (5, 99):
+        loss = batch_loss(compressor, _batch(rows, pad=pad), Selecting())
+        sums.append((loss.sum, loss.tokens))
+    assert sums[0] == sums[1]
+    alone = [batch_loss(compressor, _batch([row], pad=5), Selecting()) for row in rows]
+    assert sum(loss.tokens for loss in alone) == sums[0][1]
+    assert sum(loss.sum for loss in alone) == pytest.approx(sums[0][0], rel=1e-4)
+
+
+def test_a_nan_stops_the_run_and_saves_the_batch(recipe_file: Path, tmp_path: Path) -> None:
+    dodo = _dodo(recipe_file)
+    with torch.no_grad():
+        dodo.compressor.soft_token.fill_(float("nan"))
+    (tmp_path / "run").mkdir()
+    module = TrainingModule(dodo, load_recipe(recipe_file), tmp_path / "run")
+    with pytest.raises(NanLossError, match="batch 7"):
+        module.training_step(dataclasses.replace(_batch([[0, 10, 11, 12]], pad=5), number=7), 0)
+    assert list((tmp_path / "run").glob("nan-batch-7*"))
