@@ -21,6 +21,7 @@ from tests.standins.hub import COMMIT, Hub, running_hub
 from tests.standins.models import byte_tokenizer, save_base, tiny_llama
 
 TEXT = "the quick brown dodo"
+NO_SERVER = pytest.param("no server", marks=pytest.mark.slow)  # the hub's client tries five times, ever more slowly
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_adapters_that_were_uploaded_in_part_are_one_clear_error(published: Dodo
 # -- no connection
 
 
-@pytest.mark.parametrize("how", ["offline mode", "no server"])
+@pytest.mark.parametrize("how", ["offline mode", NO_SERVER])
 def test_without_a_connection_an_uncached_model_is_one_clear_error(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +139,7 @@ def test_without_a_connection_an_uncached_model_is_one_clear_error(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("how", ["offline mode", "no server"])
+@pytest.mark.parametrize("how", ["offline mode", NO_SERVER])
 @pytest.mark.parametrize("name", ["someone/adapters", "someone/base"])
 def test_without_a_connection_a_cached_model_still_loads(
     name: str, how: str, published: Dodo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

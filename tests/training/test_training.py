@@ -17,13 +17,35 @@ from dodo.training.recipe import Optimizer, load_recipe
 from dodo.training.run import train
 from tests.standins.models import save_base
 
-WORDS = "the dodo of Mauritius was a flightless bird, and nobody has seen one since the year of the last sighting. ".split(" ")
+WORDS = tuple("the dodo of Mauritius was a bird and nobody has seen one since the last sighting".split())  # noqa: SIM905
+    "the",
+    "dodo",
+    "of",
+    "Mauritius",
+    "was",
+    "a",
+    "flightless",
+    "bird,",
+    "and",
+    "nobody",
+    "has",
+    "seen",
+    "one",
+    "since",
+    "the",
+    "year",
+    "of",
+    "the",
+    "last",
+    "sighting.",
+    "",
+]
 
 
 @pytest.fixture
 def recipe_file(tmp_path: Path) -> Path:
     save_base(tmp_path / "base")
-    rows = [{"text": " ".join(WORDS[i:] + WORDS[:i]) * 2, "license": "CC0"} for i in range(len(WORDS))]
+    rows = [{"text": " ".join(WORDS[i:] + WORDS[:i]) * 3, "license": "CC0"} for i in range(len(WORDS))]
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     recipe = {
         "base": str(tmp_path / "base"),

@@ -1,0 +1,42 @@
+"""What the documents say is true: commands exist, links lead somewhere, named tests exist, Python runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dodo.cli import VERBS
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_targets_and_links_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for verb in re.findall(r"^\s*dodo ([a-z][a-z-]*)", text, flags=re.MULTILINE):
+        assert verb in VERBS, verb
+    targets = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"`make ([a-z-]+)`|^make ([a-z-]+)", text, flags=re.MULTILINE):
+        assert f"\n{''.join(target)}:" in targets, target
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert link.startswith("http") or (page.parent / link).exists(), link
+
+
+def test_the_paper_map_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "paper-map.md").read_text(encoding="utf-8")
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("**/test_*.py")}
+    named = re.findall(r"`(test_\w+)\.(test_\w+)`", text)
+    assert len(named) > 10
+    for module, test in named:
+        assert f"def {test}(" in sources[module], f"{module}.{test}"
+
+
+@pytest.mark.slow
+def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert blocks
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
