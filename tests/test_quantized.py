@@ -79,7 +79,7 @@ def test_features_come_from_the_base_with_adapters_off(bits: str, folder: Path) 
 @BOTH
 def test_one_step_trains_adapters_and_scorer_and_leaves_the_base(bits: str, folder: Path) -> None:
     dodo = _quantized(folder, bits)
-    compressor = dodo.compressor.train()  # bitsandbytes packs weights for inference on a CPU otherwise, without gradients
+    compressor = dodo.compressor
     base = {name: p.detach().clone() for name, p in compressor.base.named_parameters() if ".lora_" not in name}
     learned = {name: p for name, p in compressor.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in learned.items()}
@@ -93,6 +93,22 @@ def test_one_step_trains_adapters_and_scorer_and_leaves_the_base(bits: str, fold
         assert any(part in name for name in changed), part
     after = dict(compressor.base.named_parameters())
     assert all(torch.equal(after[name], weight) for name, weight in base.items())
+
+
+@BOTH
+def test_gradients_are_the_same_after_an_evaluation(bits: str, folder: Path) -> None:
+    """bitsandbytes packs 4-bit weights for inference on some CPUs, in place and without gradients: see `_keep_differentiable`."""
+
+    def gradients(*, evaluate_first: bool) -> list[torch.Tensor]:
+        dodo = _quantized(folder, bits)
+        if evaluate_first:
+            dodo.generate(dodo.compress(TEXT, ratio=2), "more", max_new_tokens=2)
+        compressor = dodo.compressor.train()
+        ids = torch.tensor([dodo.document_ids(TEXT)])
+        compressor.decode(compressor.encode(ids, ratio=3), ids).float().logsumexp(-1).sum().backward()
+        return [p.grad for p in compressor.parameters() if p.grad is not None]
+
+    torch.testing.assert_close(gradients(evaluate_first=True), gradients(evaluate_first=False))
 
 
 @BOTH

@@ -78,6 +78,8 @@ def load_base(
             raise InputError(f"{str(name)!r} lacks {len(missing)} of its weights, the first of them {missing[0]}")
         if quantization is None:
             model = model.to(device)
+        else:
+            _keep_differentiable(model)
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
     except DodoError:
         raise
@@ -115,6 +117,16 @@ def _bitsandbytes(quantization: str) -> Any:
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_4bit=quantization == "4bit", load_in_8bit=quantization == "8bit")
+
+
+def _keep_differentiable(model: PreTrainedModel) -> None:
+    """Keep bitsandbytes from packing 4-bit weights in place at the first inference on a CPU.
+
+    Packed weights have no gradient to their input, also in training that comes later: phi and theta would learn nonsense.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _fingerprint(source: str, where: dict[str, Any], model: PreTrainedModel) -> str:

@@ -18,28 +18,6 @@ from dodo.training.run import train
 from tests.standins.models import save_base
 
 WORDS = tuple("the dodo of Mauritius was a bird and nobody has seen one since the last sighting".split())  # noqa: SIM905
-    "the",
-    "dodo",
-    "of",
-    "Mauritius",
-    "was",
-    "a",
-    "flightless",
-    "bird,",
-    "and",
-    "nobody",
-    "has",
-    "seen",
-    "one",
-    "since",
-    "the",
-    "year",
-    "of",
-    "the",
-    "last",
-    "sighting.",
-    "",
-]
 
 
 @pytest.fixture
