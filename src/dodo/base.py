@@ -126,7 +126,7 @@ def _keep_differentiable(model: PreTrainedModel) -> None:
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 (not in torch's types)
 
 
 def _fingerprint(source: str, where: dict[str, Any], model: PreTrainedModel) -> str:

@@ -23,7 +23,7 @@ from dodo.config import DodoConfig
 from dodo.errors import InputError, WindowError
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.scorer import Scorer
-from dodo.selection import Selection, count_nuggets, select_top_k
+from dodo.selection import Selection, count_nuggets, prefer_blocks, select_top_k
 
 __all__ = ["Compressor"]
 
@@ -185,7 +185,10 @@ class Compressor(nn.Module):
         k = [count_nuggets(n, ratio=ratio, nuggets=nuggets) for n in lengths.tolist()]
         candidates = real.clone()
         candidates[:, 0] &= not keep_first
-        selection = select_top_k(scores, torch.tensor(k, device=scores.device), candidates)
+        wanted = torch.tensor(k, device=scores.device)
+        if self.config.selection == "blocks":
+            scores = prefer_blocks(scores, wanted, candidates)
+        selection = select_top_k(scores, wanted, candidates)
         if not keep_first:
             return selection, 0
         first = torch.zeros_like(selection.indices[:, :1])

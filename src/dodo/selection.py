@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dodo.errors import InputError
 
-__all__ = ["Selection", "count_nuggets", "gather_tokens", "select_top_k"]
+__all__ = ["Selection", "count_nuggets", "gather_tokens", "prefer_blocks", "select_top_k"]
 
 
 @dataclass(frozen=True)
@@ -103,3 +103,24 @@ def gather_tokens(states: Tensor, indices: Tensor) -> Tensor:
     """
     B, H, _, D = states.shape
     return states.gather(2, indices[:, None, :, None].expand(B, H, indices.shape[1], D))
+
+
+def prefer_blocks(scores: Tensor, k: Tensor, mask: Tensor) -> Tensor:
+    """Values whose top-k is the best-scored token of each of k equal blocks of a row's candidates; of the last, the last token.
+
+    Beyond the paper: the scorer chooses, and no part of the text goes without a nugget. Not differentiable.
+
+    Args:
+        scores, k, mask: as for `select_top_k`; the candidates of a row are neighbours.
+    """
+    preferred = scores.detach().float().clone()
+    for row, count in enumerate(k.tolist()):
+        places = mask[row].nonzero()[:, 0]
+        n = len(places)
+        block = (torch.arange(n, device=scores.device) * count) // n
+        own = preferred[row, places]
+        best = own.new_full((count,), -torch.inf).scatter_reduce(0, block, own, "amax")
+        chosen = (own == best[block]) & (block < count - 1)
+        chosen[-1] = True
+        preferred[row, places] = own - own.amax() + 2 * (own.amax() - own.amin() + 1) * chosen
+    return preferred

@@ -63,7 +63,9 @@ class TrainingModule(LightningModule):
         self.tokens_seen += batch.document_tokens
         values = {"loss": loss.sum / max(1, loss.tokens), "accuracy": loss.correct / max(1, loss.tokens), "ratio": batch.ratio}
         self.last = {"objective": batch.objective, "way": selecting.way, "length": batch.documents.shape[1], **values}
-        return loss.total
+        mixture = self.recipe.mixture
+        scale = {"question": mixture.question_scale, "continuation": mixture.continuation_scale}.get(batch.objective, 1.0)
+        return loss.total * scale
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self._batch = batch

@@ -52,6 +52,9 @@ class Mixture:
     following: int = 128
     """Tokens of the continuation; never more than half the context."""
     questions_per_document: int = 2
+    question_scale: float = 1.0
+    """Factor on the loss of question batches: they have few tokens with a loss, so their gradient is noisy."""
+    continuation_scale: float = 1.0
     kl_forward: float = 1.0
     kl_reverse: float = 0.0
     ratio_from: float | None = None
