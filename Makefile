@@ -1,7 +1,7 @@
 # Everything a person or the check runs. Each target sets up what it needs, from nothing.
 #   make demo      see a real text compressed by a real model, and questioned
 #   make test      the tests: minutes, no network once the packages are there
-#   make test-all  the slow ones too, on the real base model
+#   make test-all  the slow ones too, on the real base model, and the core on the oldest versions that are supported
 #   make check     lint, types, imports, documents
 #   make bench     measure speed and memory, into results/
 
@@ -10,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all test-oldest check bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,8 +23,16 @@ demo: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-test-all: $(READY)
+test-all: $(READY) test-oldest
 	$(BIN)/python -m pytest -q -m ''
+
+OLDEST := .venv-oldest
+CORE := adapters compressor fingerprint model nuggets saving selection straight_through
+
+test-oldest: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable . pytest
+	$(OLDEST)/bin/python -m pytest -q $(CORE:%=tests/test_%.py) --deselect tests/test_fingerprint.py::test_a_gguf_file_is_known_by_its_contents
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -23,8 +23,9 @@ def test_commands_targets_and_links_exist(page: Path) -> None:
         assert link.startswith("http") or (page.parent / link).exists(), link
 
 
-def test_the_paper_map_names_tests_that_exist() -> None:
-    text = (ROOT / "docs" / "paper-map.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["paper-map.md", "faults.md"])
+def test_tests_that_documents_name_exist(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     sources = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("**/test_*.py")}
     named = re.findall(r"`(test_\w+)\.(test_\w+)`", text)
     assert len(named) > 10
