@@ -233,6 +233,16 @@ def test_given_scores_select_instead_of_the_scorers(pair: Maker) -> None:
     assert nuggets.indices.tolist() == [[2, 5, 7, 11]]
 
 
+def test_selection_by_blocks_is_a_setting(pair: Maker) -> None:
+    compressor = pair("llama", selection="blocks", keep_first=True).compressor
+    with torch.no_grad():
+        nuggets = compressor.encode(tokens(2, 41), ratio=5)
+    assert nuggets.k.tolist() == [8, 8]
+    for row in nuggets.indices[:, 1:]:
+        assert [(int(i) - 1) * 8 // 40 for i in row] == list(range(8))
+    assert nuggets.indices[:, -1].tolist() == [40, 40]
+
+
 # -- segments
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dodo.errors import InputError
-from dodo.selection import count_nuggets, gather_tokens, select_top_k
+from dodo.selection import count_nuggets, gather_tokens, prefer_blocks, select_top_k
 
 
 @pytest.mark.parametrize("n", [1, 2, 9, 10, 11, 128, 2047])
@@ -100,3 +100,20 @@ def test_gather_takes_the_same_tokens_of_every_head() -> None:
     for b in range(2):
         for h in range(3):
             torch.testing.assert_close(taken[b, h], states[b, h, indices[b]])
+
+
+def test_blocks_give_each_part_of_a_text_its_best_token() -> None:
+    """Against a slow loop, with many ties and neighbours that may not be chosen."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        n = int(torch.randint(1, 40, (), generator=generator))
+        k = int(torch.randint(1, n + 1, (), generator=generator))
+        skip = int(torch.randint(0, 3, (), generator=generator))
+        scores = torch.randint(-3, 4, (1, skip + n + 2), generator=generator).float()
+        mask = torch.zeros(1, skip + n + 2, dtype=torch.bool)
+        mask[0, skip : skip + n] = True
+        blocks = [[i for i in range(n) if i * k // n == block] for block in range(k)]
+        best = [max(block, key=lambda i: (float(scores[0, skip + i]), -i)) for block in blocks[:-1]]
+        expected = [skip + i for i in [*best, n - 1]]
+        chosen = select_top_k(prefer_blocks(scores, torch.tensor([k]), mask), torch.tensor([k]), mask)
+        assert chosen.indices[0].tolist() == expected

@@ -119,8 +119,11 @@ def prefer_blocks(scores: Tensor, k: Tensor, mask: Tensor) -> Tensor:
         n = len(places)
         block = (torch.arange(n, device=scores.device) * count) // n
         own = preferred[row, places]
-        best = own.new_full((count,), -torch.inf).scatter_reduce(0, block, own, "amax")
-        chosen = (own == best[block]) & (block < count - 1)
+        order = own.argsort(descending=True, stable=True)
+        order = order[block[order].argsort(stable=True)]  # block by block, the best of each first, the earlier of equals
+        best = order[block[order].diff(prepend=block.new_tensor([-1])) > 0]  # one token per block
+        chosen = torch.zeros_like(own, dtype=torch.bool)
+        chosen[best[:-1]] = True
         chosen[-1] = True
         preferred[row, places] = own - own.amax() + 2 * (own.amax() - own.amin() + 1) * chosen
     return preferred

@@ -10,11 +10,9 @@ Shapes: B texts, T tokens.
 import torch
 from torch import Tensor
 
-from dodo.selection import count_nuggets
+from dodo.selection import count_nuggets, prefer_blocks
 
 __all__ = ["best_of_block", "noisy", "random_of_block", "stride"]
-
-_BONUS = 1e4  # above any score, so that the chosen of each block come first
 
 
 def noisy(scores: Tensor, scale: float, generator: torch.Generator | None = None) -> Tensor:
@@ -34,20 +32,10 @@ def best_of_block(scores: Tensor, mask: Tensor, *, ratio: float, keep_first: boo
         ratio: r.
         keep_first: the first token stands outside the blocks.
     """
-    chosen = scores.detach().float().clone()
-    skip = int(keep_first)
-    for row, total in enumerate(mask.sum(-1).tolist()):
-        n = total - skip if total > 1 else total
-        begin = total - n
-        k = count_nuggets(n, ratio=ratio)
-        block = (torch.arange(n, device=scores.device) * k) // n
-        own = scores[row, begin:total].detach().float()
-        top = torch.full((k,), -torch.inf, device=scores.device).scatter_reduce(0, block, own, "amax")
-        wins = own == top[block]
-        wins[block == k - 1] = False
-        wins[-1] = True
-        chosen[row, begin:total] += _BONUS * wins
-    return chosen
+    candidates = mask.clone()
+    candidates[:, 0] &= ~((mask.sum(-1) > 1) & keep_first)
+    k = torch.tensor([count_nuggets(n, ratio=ratio) for n in candidates.sum(-1).tolist()], device=scores.device)
+    return prefer_blocks(scores, k, candidates)
 
 
 def random_of_block(

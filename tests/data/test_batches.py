@@ -1,0 +1,126 @@
+"""Reading, shards, and the order of batches."""
+
+import gzip
+import json
+import lzma
+
+import numpy as np
+import pytest
+import torch
+
+from dodo.data.batches import Draw, QuestionSource, TextSource, draw_skewed
+from dodo.data.reading import permits_commercial_use, read_records, resolve
+from dodo.data.shards import Ragged, Shard, prepare, read_shard
+from dodo.errors import InputError
+from tests.standins.models import byte_tokenizer
+
+ROWS = [{"text": "first " * 20, "license": "CC0"}, {"text": "second " * 20, "license": "CC BY-NC-SA 4.0"}]
+
+
+def ragged(*rows: list[int]) -> Ragged:
+    return Ragged(np.concatenate([np.array(row) for row in rows]), np.cumsum([0, *map(len, rows)]))
+
+
+@pytest.mark.parametrize(("suffix", "opener"), [("jsonl", open), ("jsonl.xz", lzma.open), ("jsonl.gz", gzip.open)])
+def test_json_lines_are_read_plain_and_packed(tmp_path, suffix, opener):
+    path = tmp_path / f"data.{suffix}"
+    with opener(path, "wt", encoding="utf-8") as out:
+        out.writelines(json.dumps(row) + "\n" for row in ROWS)
+    assert list(read_records(str(path))) == ROWS
+
+
+def test_parquet_and_text_are_read(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "data.parquet")
+    (tmp_path / "one.txt").write_text("a text", encoding="utf-8")
+    assert list(read_records(str(tmp_path / "data.parquet"))) == ROWS
+    assert next(read_records(str(tmp_path / "one.txt")))["text"] == "a text"
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nnot json\n', encoding="utf-8")
+    with pytest.raises(InputError, match="bad.jsonl, line 2"):
+        list(read_records(str(tmp_path / "bad.jsonl")))
+    with pytest.raises(InputError, match="no data file matches"):
+        resolve([str(tmp_path / "none*.jsonl")])
+    with pytest.raises(InputError, match=r"data files end in"):
+        list(read_records("table.xls"))
+
+
+@pytest.mark.parametrize(
+    ("licence", "allowed"),
+    [("CC0", True), ("CC BY-SA 4.0", True), ("CC BY-NC 4.0 (Oyez)", False), ("distributed with NLTK, non-commercial", False),
+     ("distributed with NLTK for research", False), (None, True)],
+)  # fmt: skip
+def test_licences_that_forbid_commercial_use_are_left_out(licence, allowed):
+    assert permits_commercial_use({"license": licence}) is allowed
+
+
+def test_a_shard_comes_back_as_it_was_written_and_only_with_its_tokenizer(tmp_path):
+    source, out = tmp_path / "data.jsonl", tmp_path / "shard.safetensors"
+    source.write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
+    tokenizer = byte_tokenizer()
+    made = prepare([str(source)], out, tokenizer)
+    read = read_shard(out, tokenizer)
+    assert len(read.documents) == 1  # the other one is CC BY-NC
+    assert read.documents[0].tolist() == made.documents[0].tolist()
+    assert tokenizer.decode(read.documents[0].tolist()) == ROWS[0]["text"]
+    with pytest.raises(InputError, match="not a tokenised shard"):
+        read_shard(source)
+
+
+def test_data_with_nothing_left_is_refused(tmp_path):
+    (tmp_path / "data.jsonl").write_text(json.dumps(ROWS[1]), encoding="utf-8")
+    with pytest.raises(InputError, match="no data left"):
+        prepare([str(tmp_path / "data.jsonl")], tmp_path / "out.safetensors", byte_tokenizer())
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_window_is_a_piece_of_one_document_and_repeats_with_its_seed():
+    documents = ragged(list(range(50)), list(range(100, 120)), list(range(200, 205)))
+    source = TextSource([Shard("text", documents)], bos=1, eos=2)
+    first = source.windows(20, 10, np.random.default_rng(3))
+    assert (np.diff(first, axis=1) == 1).all()
+    assert (first == source.windows(20, 10, np.random.default_rng(3))).all()
+    with pytest.raises(InputError, match="no document has 60 tokens"):
+        source.windows(1, 60, np.random.default_rng(0))
+
+
+def test_an_autoencoding_batch_asks_for_the_text_and_then_the_end():
+    source = TextSource([Shard("text", ragged(list(range(10, 40))))], bos=1, eos=2)
+    batch = source.autoencoding(2, 5, 3.0, np.random.default_rng(0))
+    assert batch.documents[:, 0].tolist() == [1, 1]
+    assert torch.equal(batch.targets[:, :-1], batch.decoder)
+    assert torch.equal(batch.targets[:, :-1], batch.documents[:, 1:])
+    assert batch.targets[:, -1].tolist() == [2, 2]
+
+
+def test_a_continuation_starts_where_the_document_ends():
+    source = TextSource([Shard("text", ragged(list(range(10, 40))))], bos=None, eos=2)
+    batch = source.continuation(3, 6, 4, 3.0, np.random.default_rng(0))
+    assert torch.equal(batch.decoder[:, 0], batch.documents[:, -1] + 1)
+    assert torch.equal(batch.targets, batch.decoder + 1)
+
+
+def test_only_answers_of_questions_are_targets():
+    shard = Shard(
+        "question", ragged([5] * 8, [6] * 9), ragged([11, 12], [13], [14]), ragged([21], [22, 23], [24]), np.array([0, 0, 1])
+    )
+    batch = QuestionSource(shard, bos=None, eos=2).batch(20, 2, 3.0, np.random.default_rng(0), at=0)
+    assert batch.rows is not None
+    for row, target, decoder in zip(batch.rows.tolist(), batch.targets.tolist(), batch.decoder.tolist(), strict=True):
+        answer = [t for t in target if t != -100]
+        assert answer in ([21, 2], [22, 23, 2], [24, 2])
+        assert row == (1 if answer[0] == 24 else 0)
+        first = target.index(answer[0])
+        assert decoder[first] in (12, 13, 14)
+
+
+def test_draws_stay_within_their_bounds():
+    rng = np.random.default_rng(0)
+    drawn = [draw_skewed(Draw(1.0, 20.0, 5.0), rng) for _ in range(200)]
+    assert 1 <= min(drawn) < 3 < 10 < max(drawn) <= 20
+    with pytest.raises(InputError, match="low <= mode"):
+        Draw(5.0, 20.0, 1.0)
