@@ -79,6 +79,9 @@ def main() -> None:
     measured["command"] = {
         "dodo --help, s": seconds_of_command("dodo", "--help"),
         "import dodo, s": seconds_of_command("python", "-c", "import dodo"),
+        "loading the base with fresh adapters, imports left out, s": side_by_side(
+            {"load": lambda: Dodo.from_pretrained("smollm2-135m", fresh=True)}, rounds=3
+        )["load"],
     }
     path = write_result(
         "benchmark-compressor",

@@ -166,4 +166,6 @@ def _convert(gguf: Path, scratch: Path, progress: Progress) -> Path:
     finally:
         if shown:
             logging.enable_progress_bar()
+    for path in folder.iterdir():
+        path.chmod(0o644)  # safetensors writes for its owner only; a cache may be shared
     return folder
