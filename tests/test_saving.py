@@ -132,7 +132,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dodo.model.save_file", full)
+    monkeypatch.setattr("dodo.adapter_files.save_file", full)
     with pytest.raises(InputError, match="could not save .*No space left"):
         dodo.save_pretrained(tmp_path / "saved")
     assert _files(tmp_path / "saved") == before

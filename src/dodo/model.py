@@ -18,27 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, TextIteratorStreamer
 
-from dodo import fingerprint, hub
-from dodo.adapters import THETA
+from dodo import adapter_files, fingerprint, hub
 from dodo.architecture import device_of
-from dodo.attention import cache_argument, windows_by_position
 from dodo.base import LoadedBase, load_base
 from dodo.compressor import Compressor
 from dodo.config import CONFIG_FILE, DodoConfig
-from dodo.errors import DodoWarning, FingerprintMismatch, InputError, WindowError
+from dodo.errors import DodoWarning, FingerprintMismatch, InputError
+from dodo.generation import generate_ids, pad_rows
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.prompts import question_prompt
 
 __all__ = ["Dodo"]
-
-SCORER_FILE = "scorer.safetensors"
-SHIPPED = Path(__file__).parent / "weights"
-"""Trained adapters that come with the package, one folder per base alias."""
 
 
 class Dodo:
@@ -99,7 +92,7 @@ class Dodo:
             FingerprintMismatch: the base's weights are not those that the adapters were trained on.
             UnsupportedModelError, DownloadError: see `load_base`.
         """
-        folder = None if fresh or config is not None else _adapter_folder(str(name), revision)
+        folder = None if fresh or config is not None else adapter_files.find(str(name), revision)
         if folder is None:
             if base is not None and not (fresh or config is not None):
                 raise InputError(f"{str(name)!r} has no {CONFIG_FILE}, so there are no adapters to put on {str(base)!r}")
@@ -161,7 +154,7 @@ class Dodo:
         if not isinstance(text, str) and len(text) == 0:
             raise InputError("there are no texts to compress")
         rows = [self.document_ids(t) for t in ([text] if isinstance(text, str) else text)]
-        input_ids, attention_mask = self._batch(rows, left=False)
+        input_ids, attention_mask = pad_rows(rows, self._pad_id, left=False, device=self.device)
         self._warn_of_ratio(ratio, nuggets)
         with torch.no_grad():
             return self._roomy(input_ids.shape[1]).encode(
@@ -311,56 +304,9 @@ class Dodo:
     ) -> list[list[int]]:
         """`generate` on token ids: prompts without padding in, new tokens out."""
         self._check(nuggets)
-        base: Any = self.compressor.base
-        B = nuggets.batch_size
-        if prompts is None:
-            input_ids, real = None, torch.ones(B, 1, dtype=torch.long, device=self.device)
-        else:
-            if len(prompts) != B:
-                raise InputError(f"{len(prompts)} prompts for nuggets of {B} texts; give one for each")
-            if any(len(p) == 0 for p in prompts):
-                raise InputError("the prompt is empty")
-            input_ids, real = self._batch(prompts, left=True)
-        nuggets = nuggets.to(device=self.device, dtype=base.dtype)
-        self._check_room(nuggets, real, max_new_tokens)
-
-        settings = copy.deepcopy(base.generation_config)
-        settings.update(do_sample=generation.pop("do_sample", False), max_new_tokens=max_new_tokens)
-        if not settings.do_sample:
-            settings.update(temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None)
-        generation = settings.update(**generation)  # returns what is no setting: streamers, stopping criteria, ...
-        if settings.pad_token_id is None:
-            settings.pad_token_id = self._pad_id
-        copies = max(settings.num_beams or 1, settings.num_return_sequences or 1)
-        cache = nuggets.to_cache()
-        if copies > 1:
-            cache.batch_repeat_interleave(copies)
-        inputs: dict[str, Any] = {
-            "attention_mask": torch.cat([nuggets.mask.long(), real], dim=1),
-            "position_ids": nuggets.next_positions[:, None] + (real.cumsum(-1) - 1).clamp_min(0),
-            cache_argument(base): cache,
-        }
-        if input_ids is None:
-            # generate() wants embeddings of the whole past and uses those that are not in the cache
-            soft = self.compressor.soft_token.to(base.dtype)
-            inputs["inputs_embeds"] = soft.expand(B, nuggets.mask.shape[1] + 1, -1)
-        else:
-            inputs["input_ids"] = input_ids
-        with torch.no_grad(), self.compressor.adapters.merged(THETA), windows_by_position(base):
-            made: Tensor = base.generate(**inputs, generation_config=settings, **generation)
-        new = made[:, 0 if input_ids is None else input_ids.shape[1] :]
-        return [_until_end(row, settings) for row in new.tolist()]
-
-    def _check_room(self, nuggets: Nuggets, real: Tensor, new: int) -> None:
-        if new < 1:
-            raise InputError(f"max_new_tokens must be at least 1, not {new}")
-        needed = int((nuggets.next_positions + real.sum(-1)).max()) + new
-        window = self.compressor.window
-        if needed > window:
-            raise WindowError(
-                f"the text's positions, the prompt and {new:,} new tokens need {needed:,} positions, but the base's window has "
-                f"{window:,}; ask for fewer new tokens, or use nuggets.compact()"
-            )
+        return generate_ids(
+            self.compressor, nuggets, prompts, max_new_tokens=max_new_tokens, pad_token_id=self._pad_id, **generation
+        )
 
     def _prompt_ids(self, prompt: str) -> list[int]:
         ids: list[int] = self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
@@ -372,8 +318,7 @@ class Dodo:
         """Compute this model's fingerprint; to be called when the adapters' weights have changed."""
         compressor = self.compressor
         tensors: dict[str, Tensor] = dict(compressor.adapters.named_parameters())
-        tensors |= {f"scorer.{name}": p for name, p in compressor.scorer.state_dict().items()}
-        tensors["soft_token"] = compressor.soft_token
+        tensors |= adapter_files.tensors_of(compressor)
         settings = dataclasses.replace(self.config, base=None, base_fingerprint=None, ratio=1.0, trained_ratios=None, seed=0)
         self.fingerprint = Fingerprint(
             base=fingerprint.of_base(self._base.fingerprint, compressor.base.config),
@@ -406,21 +351,8 @@ class Dodo:
         Raises:
             InputError: a file is missing or does not fit.
         """
-        folder = Path(folder)
         try:
-            tensors = load_file(folder / SCORER_FILE)
-        except FileNotFoundError:
-            raise InputError(f"{folder} has no {SCORER_FILE}") from None
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{folder / SCORER_FILE} is damaged or truncated: {error}") from None
-        try:
-            self.compressor.adapters.load(folder)
-            soft = tensors.pop("soft_token")
-            self.compressor.scorer.load_state_dict({k.removeprefix("scorer."): v for k, v in tensors.items()})
-            with torch.no_grad():
-                self.compressor.soft_token.copy_(soft.view_as(self.compressor.soft_token))
-        except (KeyError, RuntimeError) as error:
-            raise InputError(f"{folder / SCORER_FILE} does not fit this base: {str(error).splitlines()[0]}") from None
+            adapter_files.load(self.compressor, Path(folder))
         finally:  # also half-loaded adapters are others than before
             self.stamp()
 
@@ -435,48 +367,13 @@ class Dodo:
         Raises:
             InputError: the folder can't be written; what was complete in it is unchanged or replaced whole.
         """
-        folder = Path(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".saving.") as scratch:
-                self._write(Path(scratch), dtype, card)
-                for path in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
-                    target = folder / path.relative_to(scratch)
-                    target.parent.mkdir(exist_ok=True)
-                    path.replace(target)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"could not save to {folder}: {error}") from None
-
-    def _write(self, folder: Path, dtype: torch.dtype | None, card: str | None) -> None:
-        self.compressor.adapters.save(folder)
-        tensors = {f"scorer.{name}": tensor for name, tensor in self.compressor.scorer.state_dict().items()}
-        tensors["soft_token"] = self.compressor.soft_token.detach()
-        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, folder / SCORER_FILE)
-        if dtype is not None:
-            for path in (folder / SCORER_FILE, *folder.glob("*/adapter_model.safetensors")):
-                save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path, _metadata(path))
-        (folder / CONFIG_FILE).write_text(self.config.to_json(), encoding="utf-8")
-        (folder / "README.md").write_text(card or self._card(), encoding="utf-8")
+        adapter_files.save(self.compressor, Path(folder), dtype=dtype, card=card)
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload what `save_pretrained` writes. Returns the commit's address."""
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return hub.upload(Path(folder), repo_id, private=private, token=token)
-
-    def _card(self) -> str:
-        config = self.config
-        trained = f"{config.trained_ratios[0]:g} to {config.trained_ratios[1]:g}" if config.trained_ratios else "not trained"
-        base = f"base_model: {config.base}\n" if hub.is_hub_id(str(config.base)) else ""  # the hub takes ids only
-        return (
-            f"---\nlibrary_name: dodo-lm\n{base}tags: [context-compression, dodo]\n---\n\n"
-            f"# Dodo adapters for {config.base}\n\n"
-            "LoRA adapters phi and theta, scorer and soft token that compress a context into nuggets "
-            "(Qin et al., Dodo: Dynamic Contextual Compression for Decoder-only LMs).\n\n"
-            f"- ratios trained: {trained}\n- positions: {config.positions}\n- first token kept: {config.keep_first}\n"
-            f"- feature layer: {config.feature_layer}\n- base weights: {config.base_fingerprint}\n\n"
-            '```python\nfrom dodo import Dodo\n\ndodo = Dodo.from_pretrained("path or hub id of this folder")\n```\n'
-        )
 
     # -- tokens
 
@@ -487,16 +384,6 @@ class Dodo:
             if candidate is not None:
                 return int(candidate)
         return 0
-
-    def _batch(self, rows: list[list[int]], *, left: bool) -> tuple[Tensor, Tensor]:
-        longest = max(len(row) for row in rows)
-        ids = torch.full((len(rows), longest), self._pad_id)
-        mask = torch.zeros(len(rows), longest, dtype=torch.long)
-        for i, row in enumerate(rows):
-            place = slice(longest - len(row), None) if left else slice(0, len(row))
-            ids[i, place] = torch.tensor(row)
-            mask[i, place] = 1
-        return ids.to(self.device), mask.to(self.device)
 
 
 class _HungUp(StoppingCriteria):
@@ -509,31 +396,5 @@ class _HungUp(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device)
 
 
-def _adapter_folder(name: str, revision: str | None) -> Path | None:
-    """Where the trained adapters called `name` are, or None if `name` is a base."""
-    if (SHIPPED / name / CONFIG_FILE).is_file():
-        return SHIPPED / name
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path if (path / CONFIG_FILE).is_file() else None
-    return hub.find_adapters(name, revision) if hub.is_hub_id(name) else None
-
-
-def _metadata(path: Path) -> dict[str, str] | None:
-    with safe_open(path, framework="pt") as file:
-        metadata: dict[str, str] | None = file.metadata()
-    return metadata
-
-
 def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])
-
-
-def _until_end(ids: list[int], settings: Any) -> list[int]:
-    """Cut at the first end token, which batched generation fills up behind."""
-    ends = settings.eos_token_id
-    ends = set(ends) if isinstance(ends, list) else {ends}
-    for i, token in enumerate(ids):
-        if token in ends:
-            return ids[:i]
-    return ids

@@ -12,6 +12,7 @@ from typing import Any
 from lightning import Callback, Trainer
 
 from dodo.data.batches import Batch
+from dodo.training.objectives import Way
 from dodo.training.recipe import Recipe
 from dodo.training.validation import rebuild, validate
 
@@ -82,6 +83,8 @@ class Validation(_EachStep):
 
     def __init__(self, batches: dict[str, Batch], folder: Path, recipe: Recipe) -> None:
         self._batches, self._folder, self._recipe = batches, folder, recipe
+        blocks = recipe.config.selection == "blocks"  # then the scorer's way is that by blocks
+        self._ways: tuple[Way, ...] = ("scorer", "stride") if blocks else ("scorer", "best-of-block", "stride")
         self.best: float | None = None
         self.improved = False
         self._since_best = 0
@@ -107,7 +110,7 @@ class Validation(_EachStep):
         if not self._batches or (step % running.validate_every and step != running.steps):
             return
         start = time.perf_counter()
-        row = validate(module.dodo, self._batches, ("scorer", "best-of-block", "stride"))
+        row = validate(module.dodo, self._batches, self._ways)
         first = next(iter(self._batches))
         if running.reconstruct and self._batches[first].objective == "autoencoding":
             made = rebuild(module.dodo, self._batches[first], texts=running.reconstruct)

@@ -1,0 +1,114 @@
+"""A set of adapters on disk: two PEFT folders, scorer and soft token, configuration, model card. The base is not among them.
+
+phi/adapter_config.json    phi/adapter_model.safetensors
+theta/adapter_config.json  theta/adapter_model.safetensors
+scorer.safetensors         dodo_config.json  README.md
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dodo import hub
+from dodo.compressor import Compressor
+from dodo.config import CONFIG_FILE, DodoConfig
+from dodo.errors import InputError
+
+__all__ = ["SHIPPED", "find", "load", "save", "tensors_of"]
+
+SCORER_FILE = "scorer.safetensors"
+SHIPPED = Path(__file__).parent / "weights"
+"""Trained adapters that come with the package, one folder per base alias."""
+
+
+def find(name: str, revision: str | None = None) -> Path | None:
+    """Where the adapters called `name` are (shipped, a folder, on the hub), or None if `name` is a base."""
+    if (SHIPPED / name / CONFIG_FILE).is_file():
+        return SHIPPED / name
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path if (path / CONFIG_FILE).is_file() else None
+    return hub.find_adapters(name, revision) if hub.is_hub_id(name) else None
+
+
+def load(compressor: Compressor, folder: Path) -> None:
+    """Load adapters, scorer and soft token into a compressor of the same configuration.
+
+    Raises:
+        InputError: a file is missing, damaged, or does not fit.
+    """
+    try:
+        tensors = load_file(folder / SCORER_FILE)
+    except FileNotFoundError:
+        raise InputError(f"{folder} has no {SCORER_FILE}") from None
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{folder / SCORER_FILE} is damaged or truncated: {error}") from None
+    compressor.adapters.load(folder)
+    try:
+        soft_token = tensors.pop("soft_token")
+        compressor.scorer.load_state_dict({name.removeprefix("scorer."): tensor for name, tensor in tensors.items()})
+        with torch.no_grad():
+            compressor.soft_token.copy_(soft_token.view_as(compressor.soft_token))
+    except (KeyError, RuntimeError) as error:
+        raise InputError(f"{folder / SCORER_FILE} does not fit this base: {str(error).splitlines()[0]}") from None
+
+
+def save(compressor: Compressor, folder: Path, *, dtype: torch.dtype | None = None, card: str | None = None) -> None:
+    """Write the set, each file whole or not at all.
+
+    Args:
+        compressor: whose adapters, scorer, soft token and configuration.
+        folder: made if it is not there.
+        dtype: of the stored weights; None keeps their own.
+        card: text of README.md; None writes a short one.
+
+    Raises:
+        InputError: the folder can't be written; files in it are unchanged or replaced whole.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving.") as scratch:
+            _write(compressor, Path(scratch), dtype, card)
+            for path in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
+                target = folder / path.relative_to(scratch)
+                target.parent.mkdir(exist_ok=True)
+                path.replace(target)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"could not save to {folder}: {error}") from None
+
+
+def tensors_of(compressor: Compressor) -> dict[str, Tensor]:
+    """Scorer and soft token by the names they have in `scorer.safetensors`."""
+    tensors = {f"scorer.{name}": tensor for name, tensor in compressor.scorer.state_dict().items()}
+    return tensors | {"soft_token": compressor.soft_token.detach()}
+
+
+def _write(compressor: Compressor, folder: Path, dtype: torch.dtype | None, card: str | None) -> None:
+    compressor.adapters.save(folder)
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors_of(compressor).items()}, folder / SCORER_FILE)
+    if dtype is not None:
+        for path in (folder / SCORER_FILE, *folder.glob("*/adapter_model.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata()
+            save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path, metadata)
+    (folder / CONFIG_FILE).write_text(compressor.config.to_json(), encoding="utf-8")
+    (folder / "README.md").write_text(card or _card(compressor.config), encoding="utf-8")
+
+
+def _card(config: DodoConfig) -> str:
+    trained = f"{config.trained_ratios[0]:g} to {config.trained_ratios[1]:g}" if config.trained_ratios else "not trained"
+    base = f"base_model: {config.base}\n" if hub.is_hub_id(str(config.base)) else ""  # the hub takes ids only
+    return (
+        f"---\nlibrary_name: dodo-lm\n{base}tags: [context-compression, dodo]\n---\n\n"
+        f"# Dodo adapters for {config.base}\n\n"
+        "LoRA adapters phi and theta, scorer and soft token that compress a context into nuggets "
+        "(Qin et al., Dodo: Dynamic Contextual Compression for Decoder-only LMs).\n\n"
+        f"- ratios trained: {trained}\n- selection: {config.selection}\n- positions: {config.positions}\n"
+        f"- first token kept: {config.keep_first}\n- feature layer: {config.feature_layer}\n"
+        f"- base weights: {config.base_fingerprint}\n\n"
+        '```python\nfrom dodo import Dodo\n\ndodo = Dodo.from_pretrained("path or hub id of this folder")\n```\n'
+    )

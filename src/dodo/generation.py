@@ -1,0 +1,118 @@
+"""Generating over nuggets with transformers' own `generate`: plain functions on token ids.
+
+Paper: Section 2.3 in use; greedy decoding unless told otherwise (Appendix B). Beams, sampling, streamers, stopping criteria and
+logits processors are transformers'. The nuggets are copied into a cache for each call and stay as they are.
+
+Shapes: B texts, K states, M prompt tokens.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dodo.adapters import THETA
+from dodo.architecture import device_of
+from dodo.attention import cache_argument, windows_by_position
+from dodo.compressor import Compressor
+from dodo.errors import InputError, WindowError
+from dodo.nuggets import Nuggets
+
+__all__ = ["generate_ids", "pad_rows"]
+
+
+def generate_ids(
+    compressor: Compressor,
+    nuggets: Nuggets,
+    prompts: list[list[int]] | None,
+    *,
+    max_new_tokens: int,
+    pad_token_id: int = 0,
+    **generation: Any,
+) -> list[list[int]]:
+    """Continue each text from its nuggets and a prompt.
+
+    Args:
+        compressor: the model that made the nuggets; theta decodes.
+        nuggets: of B texts.
+        prompts: B rows of token ids, without padding; None asks for reconstruction with the soft token.
+        max_new_tokens: at most so many tokens, at least 1.
+        pad_token_id: what fills up rows, where the base's generation config has none; always masked.
+        generation: anything `transformers.GenerationMixin.generate` takes.
+
+    Returns:
+        New tokens of each row, up to its end token; B rows, times `num_return_sequences`.
+
+    Raises:
+        InputError: an empty prompt, or not as many prompts as texts.
+        WindowError: the positions do not fit the base's window.
+    """
+    base: Any = compressor.base
+    device, B = device_of(base), nuggets.batch_size
+    if prompts is None:
+        input_ids, real = None, torch.ones(B, 1, dtype=torch.long, device=device)
+    else:
+        if len(prompts) != B:
+            raise InputError(f"{len(prompts)} prompts for nuggets of {B} texts; give one for each")
+        if any(len(p) == 0 for p in prompts):
+            raise InputError("the prompt is empty")
+        input_ids, real = pad_rows(prompts, pad_token_id, left=True, device=device)
+    nuggets = nuggets.to(device=device, dtype=base.dtype)
+    _check_room(compressor.window, nuggets, real, max_new_tokens)
+
+    settings = copy.deepcopy(base.generation_config)
+    settings.update(do_sample=generation.pop("do_sample", False), max_new_tokens=max_new_tokens)
+    if not settings.do_sample:
+        settings.update(temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None)
+    generation = settings.update(**generation)  # returns what is no setting: streamers, stopping criteria, ...
+    if settings.pad_token_id is None:
+        settings.pad_token_id = pad_token_id
+    cache = nuggets.to_cache()
+    copies = max(settings.num_beams or 1, settings.num_return_sequences or 1)
+    if copies > 1:
+        cache.batch_repeat_interleave(copies)
+    inputs: dict[str, Any] = {
+        "attention_mask": torch.cat([nuggets.mask.long(), real], dim=1),
+        "position_ids": nuggets.next_positions[:, None] + (real.cumsum(-1) - 1).clamp_min(0),
+        cache_argument(base): cache,
+    }
+    if input_ids is None:
+        # generate() wants embeddings of the whole past and uses those that are not in the cache
+        soft_token = compressor.soft_token.to(base.dtype)
+        inputs["inputs_embeds"] = soft_token.expand(B, nuggets.mask.shape[1] + 1, -1)
+    else:
+        inputs["input_ids"] = input_ids
+    with torch.no_grad(), compressor.adapters.merged(THETA), windows_by_position(base):
+        made: Tensor = base.generate(**inputs, generation_config=settings, **generation)
+    new = made[:, 0 if input_ids is None else input_ids.shape[1] :]
+    return [_until_end(row, settings.eos_token_id) for row in new.tolist()]
+
+
+def pad_rows(rows: list[list[int]], filler: int, *, left: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows of token ids as a batch: ids and mask, int64 [B, longest]."""
+    longest = max(len(row) for row in rows)
+    ids = torch.full((len(rows), longest), filler)
+    mask = torch.zeros(len(rows), longest, dtype=torch.long)
+    for i, row in enumerate(rows):
+        place = slice(longest - len(row), None) if left else slice(0, len(row))
+        ids[i, place] = torch.tensor(row)
+        mask[i, place] = 1
+    return ids.to(device), mask.to(device)
+
+
+def _check_room(window: int, nuggets: Nuggets, real: Tensor, new: int) -> None:
+    if new < 1:
+        raise InputError(f"max_new_tokens must be at least 1, not {new}")
+    needed = int((nuggets.next_positions + real.sum(-1)).max()) + new
+    if needed > window:
+        raise WindowError(
+            f"the text's positions, the prompt and {new:,} new tokens need {needed:,} positions, but the base's window has "
+            f"{window:,}; ask for fewer new tokens, or use nuggets.compact()"
+        )
+
+
+def _until_end(ids: list[int], ends: int | list[int] | None) -> list[int]:
+    """Cut at the first end token, which batched generation fills up behind."""
+    stops = set(ends) if isinstance(ends, list) else {ends}
+    return ids[: next((i for i, token in enumerate(ids) if token in stops), len(ids))]
