@@ -103,7 +103,8 @@ def _layout(inspection: Inspection, width: Callable[[str], float]) -> tuple[list
     x, line = left, 0
     for word in _words(inspection):
         total = sum(width(piece.text) for piece in word)
-        if left < x and x + total > right and total <= right - left:
+        printed = any(piece.text.strip() or piece.marked for piece in word)
+        if printed and left < x and x + total > right and total <= right - left:
             x, line = left, line + 1
         for piece in word:
             if piece.text == "\n":
