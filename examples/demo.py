@@ -15,6 +15,7 @@ from rich.markup import escape  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from dodo import Dodo  # noqa: E402
+from dodo.cli.terminal import silence_libraries  # noqa: E402
 
 TEXT = Path(__file__).parent / "harbour-clock.txt"
 QUESTIONS = {
@@ -28,6 +29,7 @@ QUESTIONS = {
 
 
 def main() -> None:
+    silence_libraries()
     out = Console(width=min(Console().width, 130))
     progress = Console(stderr=True)
     with progress.status("loading SmolLM2-135M (the first time it is fetched, 93 MB, and converted)"):

