@@ -213,14 +213,6 @@ def test_one_token_is_one_nugget(pair: Maker) -> None:
         assert (nuggets.k.tolist(), nuggets.lengths.tolist(), nuggets.indices.tolist()) == ([1], [1], [[0]])
 
 
-def test_one_token_beside_longer_texts_is_refused_where_first_tokens_are_kept(pair: Maker) -> None:
-    """It would otherwise take the kept first token away from the others of its batch."""
-    ids, mask = padded([tokens(1, 9)[0], tokens(1, 1)[0]], left=False)
-    with pytest.raises(InputError, match="one token"):
-        pair("llama", keep_first=True).compressor.encode(ids, mask)
-    assert pair("llama").compressor.encode(ids, mask, ratio=3).k.tolist() == [3, 1]
-
-
 def test_a_text_without_tokens_is_refused(pair: Maker) -> None:
     made = pair("llama")
     with pytest.raises(InputError, match="no tokens"):

@@ -180,9 +180,7 @@ class Compressor(nn.Module):
         totals = real.sum(-1)
         if bool((totals == 0).any()):
             raise InputError("a text has no tokens: there is nothing to compress")
-        keep_first = self.config.keep_first and bool((totals > 1).any())
-        if keep_first and bool((totals == 1).any()):
-            raise InputError("a text of one token has no first token beside it to keep: compress it apart from longer ones")
+        keep_first = self.config.keep_first and bool((totals > 1).all())
         lengths = totals - int(keep_first)
         k = [count_nuggets(n, ratio=ratio, nuggets=nuggets) for n in lengths.tolist()]
         candidates = real.clone()
