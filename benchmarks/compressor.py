@@ -182,7 +182,7 @@ def _sizes(dodo: Any, ids: torch.Tensor) -> dict[str, Any]:
         for storage in ("float32", "float16", "int8"):
             nuggets.save(Path(folder) / storage, storage=storage)
             sizes[storage] = (Path(folder) / storage).stat().st_size
-    n = int(nuggets.lengths) + nuggets.sinks
+    n = int(nuggets.lengths + nuggets.sinks)
     half = nuggets.full_cache_nbytes // 2
     return {
         "n / states": n / int(nuggets.states),

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,6 +162,41 @@ def padded(rows: list[Tensor], *, left: bool) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+@family
+@pytest.mark.parametrize("positions", ["original", "compact"])
+def test_a_text_of_one_token_leaves_the_others_their_first_token(
+    pair: Maker, family: str, positions: str, tmp_path: Path
+) -> None:
+    """It has no first token to keep beside its nugget; its neighbours do, and files, stacks and joins count for each."""
+    compressor = stir(pair(family, keep_first=True, positions=positions).compressor)
+    texts = [tokens(1, n, seed=n)[0] for n in (1, 31, 12, 2)]
+    with torch.no_grad():
+        for segment in (None, 8):
+            alone = [compressor.encode(text[None], ratio=3, segment=segment) for text in texts]
+            assert [a.indices[0, 0].item() for a in alone] == [0, 0, 0, 0]
+            assert [a.states.item() for a in alone] == [1, 11, 5, 2]
+            for left in (False, True):
+                batch = compressor.encode(*padded(texts, left=left), ratio=3, segment=segment)
+                batch.save(tmp_path / "f")
+                for made in (batch, Nuggets.load(tmp_path / "f"), Nuggets.stack(list(batch)), Nuggets.stack(alone)):
+                    assert made.sinks.tolist() == [0, 1, 1, 1]
+                    assert made.k.tolist() == [1, 10, 4, 1]
+                    assert made.lengths.tolist() == [1, 30, 11, 1]
+                    assert made.achieved_ratio == 46 / 19
+                    assert made.mask.shape == (4, 11)
+                    for row, single in zip(made, alone, strict=True):
+                        _close_nuggets(row, single)
+                joined = Nuggets.cat(list(batch))
+                _close_nuggets(joined, Nuggets.cat(alone))
+                assert (joined.sinks.tolist(), joined.k.tolist(), joined.lengths.tolist()) == ([3], [16], [43])
+
+
+def _close_nuggets(a: Nuggets, b: Nuggets) -> None:
+    for field in dataclasses.fields(Nuggets):
+        if isinstance(getattr(b, field.name), Tensor):
+            close(getattr(a, field.name), getattr(b, field.name))  # integers are small: equal
+
+
 def test_padding_cannot_change_anything(pair: Maker) -> None:
     made = pair("llama")
     ids, mask = padded([tokens(1, 20)[0], tokens(1, 9)[0]], left=True)
@@ -203,7 +239,7 @@ def test_the_first_token_is_kept_beyond_the_k_nuggets(pair: Maker) -> None:
         nuggets = pair("llama", keep_first=True).compressor.encode(tokens(1, 31), ratio=10)
     assert nuggets.indices[0, 0] == 0
     assert nuggets.k.tolist() == [3]
-    assert nuggets.sinks == 1
+    assert nuggets.sinks.tolist() == [1]
 
 
 def test_one_token_is_one_nugget(pair: Maker) -> None:
@@ -211,6 +247,7 @@ def test_one_token_is_one_nugget(pair: Maker) -> None:
         with torch.no_grad():
             nuggets = pair("llama", keep_first=keep_first).compressor.encode(tokens(1, 1), ratio=10)
         assert (nuggets.k.tolist(), nuggets.lengths.tolist(), nuggets.indices.tolist()) == ([1], [1], [[0]])
+        assert nuggets.sinks.tolist() == [0]
 
 
 def test_a_text_without_tokens_is_refused(pair: Maker) -> None:

@@ -160,45 +160,38 @@ class Compressor(nn.Module):
                     selection.indices[row, :k],
                     segment=segment,
                     start=start,
-                    common=common,
+                    common=common | {"sinks": sinks[row : row + 1]},
                 )
             )
         return Nuggets.stack(rows)
 
     def select(
         self, scores: Tensor, real: Tensor, *, ratio: float | None = None, nuggets: int | None = None
-    ) -> tuple[Selection, int]:
-        """The tokens that `encode` keeps of texts with these scores, and how many of each are kept first tokens (0 or 1).
+    ) -> tuple[Selection, Tensor]:
+        """The tokens that `encode` keeps of texts with these scores, and how many of each are kept first tokens.
 
         Args:
             scores: fp32 [B, T].
             real: bool [B, T], false for padding, which is on the right.
             ratio, nuggets: see `encode`.
+
+        Returns:
+            The selection, kept first tokens among it, and their numbers, int64 [B], 0 or 1.
         """
         if ratio is None and nuggets is None:
             ratio = self.config.ratio
         totals = real.sum(-1)
         if bool((totals == 0).any()):
             raise InputError("a text has no tokens: there is nothing to compress")
-        keep_first = self.config.keep_first and bool((totals > 1).all())
-        lengths = totals - int(keep_first)
-        k = [count_nuggets(n, ratio=ratio, nuggets=nuggets) for n in lengths.tolist()]
-        candidates = real.clone()
-        candidates[:, 0] &= not keep_first
+        kept_first = torch.zeros_like(real)
+        kept_first[:, 0] = (totals > 1) & self.config.keep_first
+        sinks = kept_first.sum(-1)
+        k = [count_nuggets(n, ratio=ratio, nuggets=nuggets) for n in (totals - sinks).tolist()]
         wanted = torch.tensor(k, device=scores.device)
         if self.config.selection == "blocks":
-            scores = prefer_blocks(scores, wanted, candidates)
-        selection = select_top_k(scores, wanted, candidates)
-        if not keep_first:
-            return selection, 0
-        first = torch.zeros_like(selection.indices[:, :1])
-        return (
-            Selection(
-                indices=torch.cat([first, selection.indices], dim=1),
-                mask=torch.cat([torch.ones_like(first, dtype=torch.bool), selection.mask], dim=1),
-            ),
-            1,
-        )
+            scores = prefer_blocks(scores, wanted, real & ~kept_first)
+        scores = scores.masked_fill(kept_first, torch.finfo(scores.dtype).max)  # no other is higher, and ties go to the first
+        return select_top_k(scores, wanted + sinks, real), sinks
 
     def _encode_piece(
         self, input_ids: Tensor, selection: Selection, *, start: int, past: Nuggets | None
@@ -356,7 +349,7 @@ def _assembled(
     values: Tensor,
     *,
     start: int,
-    sinks: int,
+    sinks: Tensor,
     **common: Any,
 ) -> Nuggets:
     totals = real.sum(-1)

@@ -138,6 +138,7 @@ def inspect_text(dodo: "Dodo", text: str, *, ratio: float | None = None, nuggets
         real = torch.ones_like(input_ids, dtype=torch.bool)
         selection, sinks = compressor.select(scores, real, ratio=ratio, nuggets=nuggets)
     chosen = set(selection.indices[0].tolist())
+    kept_first = int(sinks)
     values: list[float] = scores[0].tolist()
     ordered = torch.tensor(values).sort().values
     below = torch.searchsorted(ordered, torch.tensor(values)).tolist()  # how many have a lower score
@@ -154,11 +155,11 @@ def inspect_text(dodo: "Dodo", text: str, *, ratio: float | None = None, nuggets
             rank=len(ids) - not_above[i] + 1,
             shade=SHADES - 1 if len(ids) == 1 else round((SHADES - 1) * below[i] / (len(ids) - 1)),
             selected=i in chosen,
-            kept_first=sinks == 1 and i == 0,
+            kept_first=i < kept_first,
         )
         for i in range(len(ids))
     )
-    return Inspection(text=text, tokens=tokens, n=len(ids) - sinks, k=len(chosen) - sinks, trained=dodo.is_trained)
+    return Inspection(text=text, tokens=tokens, n=len(ids) - kept_first, k=len(chosen) - kept_first, trained=dodo.is_trained)
 
 
 def grey(shade: int) -> int:

@@ -57,7 +57,7 @@ class Nuggets:
     mask: bool [B, K], false for padding, which is on the right.
     lengths: int64 [B], n: tokens of each text that competed for selection (a kept first token is not among them).
     next_positions: int64 [B], where the decoder goes on.
-    sinks: how many of each text's states are kept first tokens, beyond the k nuggets.
+    sinks: int64 [B], how many of each text's states are kept first tokens, beyond the k nuggets.
     scheme: how `positions` were given.
     ratio: the ratio that was asked for, or None if a number was.
     """
@@ -71,7 +71,7 @@ class Nuggets:
     mask: Tensor
     lengths: Tensor
     next_positions: Tensor
-    sinks: int
+    sinks: Tensor
     scheme: PositionScheme
     ratio: float | None
     rotary: Rotary
@@ -121,7 +121,7 @@ class Nuggets:
 
     @property
     def _tokens(self) -> int:
-        return int(self.lengths.sum()) + self.sinks * self.batch_size
+        return int((self.lengths + self.sinks).sum())
 
     @property
     def _bytes_per_state(self) -> int:
@@ -185,7 +185,7 @@ class Nuggets:
         row %= self.batch_size
         states = int(self.mask[row].sum())
         rows: dict[str, Any] = {name: getattr(self, name)[row : row + 1, :states] for name in _PER_STATE}
-        rows |= {name: getattr(self, name)[row : row + 1] for name in ("lengths", "next_positions")}
+        rows |= {name: getattr(self, name)[row : row + 1] for name in _PER_TEXT}
         return dataclasses.replace(
             self, keys=self.keys[:, row : row + 1, :, :states], values=self.values[:, row : row + 1, :, :states], **rows
         )
@@ -195,13 +195,13 @@ class Nuggets:
         """One batch of several texts, padded on the right to the longest.
 
         Raises:
-            InputError: nothing to stack, or the parts differ in scheme, sinks or dtype.
+            InputError: nothing to stack, or the parts differ in scheme or dtype.
             FingerprintMismatch: the parts belong to different models.
         """
-        first = _agreeing(parts, "stack", names=("scheme", "sinks", "dtype"))
+        first = _agreeing(parts, "stack", names=("scheme", "dtype"))
         longest = max(part.mask.shape[1] for part in parts)
         joined: dict[str, Any] = {name: torch.cat([_pad(getattr(p, name), 1, longest) for p in parts]) for name in _PER_STATE}
-        joined |= {name: torch.cat([getattr(p, name) for p in parts]) for name in ("lengths", "next_positions")}
+        joined |= {name: torch.cat([getattr(p, name) for p in parts]) for name in _PER_TEXT}
         joined |= {name: torch.cat([_pad(getattr(p, name), 3, longest) for p in parts], dim=1) for name in ("keys", "values")}
         ratio = first.ratio if all(part.ratio == first.ratio for part in parts) else None
         return dataclasses.replace(first, ratio=ratio, **joined)
@@ -219,21 +219,20 @@ class Nuggets:
         first = _agreeing(parts, "join", names=("scheme", "dtype"))
         if any(part.batch_size != 1 for part in parts):
             raise InputError("only single texts can be joined; take them out of their batch first: nuggets[i]")
-        moved, length, sinks = [], 0, sum(part.sinks for part in parts)
+        moved, length = [], 0
         start = int(first.next_positions) - _extent(first)
         for part in (p[0] for p in parts):
             here = part.shift(start - int(part.next_positions) + _extent(part))
             start = int(here.next_positions)
             moved.append(dataclasses.replace(here, indices=here.indices + length))
-            length += int(part.lengths) + part.sinks
+            length += part._tokens
         joined: dict[str, Any] = {name: torch.cat([getattr(p, name) for p in moved], dim=1) for name in _PER_STATE}
         joined |= {name: torch.cat([getattr(p, name) for p in moved], dim=3) for name in ("keys", "values")}
+        joined |= {name: torch.stack([getattr(p, name) for p in moved]).sum(0) for name in ("lengths", "sinks")}
         return dataclasses.replace(
             first,
             **joined,
-            lengths=first.lengths.new_tensor([length - sinks]),
             next_positions=moved[-1].next_positions,
-            sinks=sinks,
             ratio=first.ratio if all(part.ratio == first.ratio for part in parts) else None,
         )
 
@@ -254,11 +253,12 @@ class Nuggets:
 
 
 _PER_STATE = ("positions", "indices", "scores", "token_ids", "mask")
+_PER_TEXT = ("lengths", "next_positions", "sinks")
 
 
 def _extent(part: Nuggets) -> int:
     """Positions that one text takes: its tokens in the original scheme, its states in the compact one."""
-    return int(part.lengths) + part.sinks if part.scheme == "original" else int(part.states)
+    return part._tokens if part.scheme == "original" else int(part.states)
 
 
 def _agreeing(parts: Sequence[Nuggets], verb: str, *, names: tuple[str, ...]) -> Nuggets:

@@ -28,7 +28,7 @@ FORMAT_VERSION = 1
 StorageType = Literal["float32", "bfloat16", "float16", "int8"]
 
 _HEADER_KEY = "dodo_nuggets"
-_INTEGERS = ("positions", "indices", "token_ids", "lengths", "next_positions")
+_INTEGERS = ("positions", "indices", "token_ids", "lengths", "next_positions", "sinks")
 
 
 def save(nuggets: Nuggets, path: str | Path, *, storage: StorageType | None = None) -> None:
@@ -60,7 +60,6 @@ def save(nuggets: Nuggets, path: str | Path, *, storage: StorageType | None = No
         "storage": stored,
         "n": here.lengths.tolist(),
         "k": here.k.tolist(),
-        "sinks": here.sinks,
         "ratio": here.ratio,
         "scheme": here.scheme,
         "rotary_layers": list(here.rotary.layers),
@@ -112,7 +111,6 @@ def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> Nuggets:
         **{name: tensors[name].long() for name in _INTEGERS},
         scores=tensors["scores"],
         mask=tensors["mask"],
-        sinks=header["sinks"],
         scheme=header["scheme"],
         ratio=header["ratio"],
         rotary=Rotary(frequencies=tuple(rotations), layers=tuple(header["rotary_layers"])),

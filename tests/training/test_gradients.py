@@ -10,9 +10,10 @@ from torch.testing import assert_close
 from dodo.compressor import Compressor
 from dodo.config import LoraSettings
 from dodo.data.batches import Batch
+from dodo.nuggets import Nuggets
 from dodo.training import exploring
 from dodo.training.fused import fused_lora
-from dodo.training.objectives import Selecting, batch_loss, encode
+from dodo.training.objectives import Selecting, batch_loss, encode, select_rows
 from tests.conftest import stir, tokens
 
 EVERYWHERE = LoraSettings(rank=2, alpha=4, targets="all-linear")
@@ -85,6 +86,15 @@ def test_prompts_do_not_enter_the_loss(compressor):
     logits = compressor.decode(encode(compressor, question, Selecting()), question.decoder)[:, 8:].float()
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 8:].flatten(), reduction="sum")
     assert loss.sum == pytest.approx(float(expected.detach()), rel=1e-4)
+
+
+def test_rows_for_several_questions_are_their_texts(compressor):
+    real = torch.arange(12) < torch.tensor([[1], [12], [7]])
+    nuggets = compressor.encode(tokens(3, 12), real, ratio=3)
+    picked, expected = select_rows(nuggets, torch.tensor([1, 0, 1, 2])), Nuggets.stack([nuggets[i] for i in (1, 0, 1, 2)])
+    for name, want in vars(expected).items():
+        if isinstance(want, Tensor):
+            assert_close(getattr(picked, name), want)
 
 
 def test_distilling_to_oneself_at_ratio_one_costs_nothing(pair):

@@ -118,7 +118,7 @@ def command(
         ("nuggets file", str(output)),
         ("n, tokens", f"{result['n']:,}"),
         ("k, nuggets", f"{result['k']:,}"),
-        ("states held", f"{result['states']:,}" + (" (the nuggets and the first token)" if made.sinks else "")),
+        ("states held", f"{result['states']:,}" + (" (the nuggets and the first token)" if int(made.sinks) else "")),
         ("ratio", f"{made.achieved_ratio:.2f}{asked}"),
         ("memory", f"{size(made.nbytes)}, {held}"),
         ("file size", f"{size(result['bytes_file'])} ({result['storage']})"),

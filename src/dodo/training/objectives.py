@@ -69,7 +69,7 @@ def select_rows(nuggets: Nuggets, rows: Tensor) -> Nuggets:
     """A batch with the given texts of another, repeats allowed; gradients flow."""
     picked: dict[str, Any] = {
         name: getattr(nuggets, name).index_select(0, rows)
-        for name in ("positions", "indices", "scores", "token_ids", "mask", "lengths", "next_positions")
+        for name in ("positions", "indices", "scores", "token_ids", "mask", "lengths", "next_positions", "sinks")
     }
     picked |= {name: getattr(nuggets, name).index_select(1, rows) for name in ("keys", "values")}
     return dataclasses.replace(nuggets, **picked)
