@@ -270,14 +270,16 @@ def test_given_scores_select_instead_of_the_scorers(pair: Maker) -> None:
     assert nuggets.indices.tolist() == [[2, 5, 7, 11]]
 
 
-def test_selection_by_blocks_is_a_setting(pair: Maker) -> None:
-    compressor = pair("llama", selection="blocks", keep_first=True).compressor
+def test_selection_by_density_is_a_setting(pair: Maker) -> None:
+    compressor = pair("llama", selection="density", keep_first=True).compressor
     with torch.no_grad():
+        evenly = compressor.encode(tokens(2, 41), ratio=5, scores=torch.zeros(2, 41))
         nuggets = compressor.encode(tokens(2, 41), ratio=5)
+        given = compressor.encode(tokens(2, 41), ratio=5, select_by=-torch.arange(41.0).expand(2, 41))
+    assert evenly.indices.tolist() == [[0, *range(5, 41, 5)]] * 2
     assert nuggets.k.tolist() == [8, 8]
-    for row in nuggets.indices[:, 1:]:
-        assert [(int(i) - 1) * 8 // 40 for i in row] == list(range(8))
     assert nuggets.indices[:, -1].tolist() == [40, 40]
+    assert given.indices.tolist() == [[*range(8), 40]] * 2  # the highest of the given values, spread or not
 
 
 # -- segments

@@ -15,7 +15,7 @@ UNUSUAL = DodoConfig(
     trained_ratios=(2.0, 20.0),
     keep_first=False,
     positions="compact",
-    selection="blocks",
+    selection="density",
     encoder=LoraSettings(rank=3, alpha=1.5, targets="all-linear"),
     decoder=LoraSettings(rank=9, alpha=4.0, targets=("q_proj", "o_proj")),
     seed=11,

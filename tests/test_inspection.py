@@ -172,7 +172,7 @@ def test_page_stands_alone_and_has_a_title_a_legend_and_a_language(model):
 
 
 def test_page_tells_score_and_rank_of_every_token(model):
-    seen = inspected(model, "Some plain words")
+    seen = inspected(model, "Some-plain-words")
     page = Page()
     page.feed(to_html(seen, title="t"))
     told = "; ".join(page.tips)

@@ -49,7 +49,7 @@ def test_every_setting_and_weight_survives_saving(tmp_path: Path) -> None:
         trained_ratios=(2.0, 9.0),
         keep_first=False,
         positions="compact",
-        selection="blocks",
+        selection="density",
         encoder=LoraSettings(rank=3, alpha=5.0, targets="all-linear"),
         decoder=LoraSettings(rank=2, alpha=7.0, targets=("q_proj", "o_proj")),
         seed=5,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dodo.errors import InputError
-from dodo.selection import count_nuggets, gather_tokens, prefer_blocks, select_top_k
+from dodo.selection import count_nuggets, gather_tokens, prefer_dense, select_top_k
 
 
 @pytest.mark.parametrize("n", [1, 2, 9, 10, 11, 128, 2047])
@@ -102,18 +102,40 @@ def test_gather_takes_the_same_tokens_of_every_head() -> None:
             torch.testing.assert_close(taken[b, h], states[b, h, indices[b]])
 
 
-def test_blocks_give_each_part_of_a_text_its_best_token() -> None:
-    """Against a slow loop, with many ties and neighbours that may not be chosen."""
+def _dense(scores: torch.Tensor, k: int, mask: torch.Tensor) -> list[int]:
+    chosen = select_top_k(prefer_dense(scores, torch.tensor([k]), mask), torch.tensor([k]), mask)
+    return chosen.indices[0].tolist()
+
+
+def test_density_takes_the_tokens_where_the_running_weight_passes_each_part() -> None:
+    """Against a slow loop, with candidates that begin late and end early."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(40):
         n = int(torch.randint(1, 40, (), generator=generator))
         k = int(torch.randint(1, n + 1, (), generator=generator))
         skip = int(torch.randint(0, 3, (), generator=generator))
-        scores = torch.randint(-3, 4, (1, skip + n + 2), generator=generator).float()
+        scores = torch.randn(1, skip + n + 2, generator=generator)
         mask = torch.zeros(1, skip + n + 2, dtype=torch.bool)
         mask[0, skip : skip + n] = True
-        blocks = [[i for i in range(n) if i * k // n == block] for block in range(k)]
-        best = [max(block, key=lambda i: (float(scores[0, skip + i]), -i)) for block in blocks[:-1]]
-        expected = [skip + i for i in [*best, n - 1]]
-        chosen = select_top_k(prefer_blocks(scores, torch.tensor([k]), mask), torch.tensor([k]), mask)
-        assert chosen.indices[0].tolist() == expected
+        own = scores[0, skip : skip + n].double()
+        weights = (0.5 + own.exp() / own.exp().mean()).tolist()
+        expected, passed, part = [], 0.0, sum(weights) / k
+        for i, weight in enumerate(weights):
+            before, passed = passed, passed + weight
+            if int(passed / part + 1e-6) > int(before / part + 1e-6):
+                expected.append(skip + i)
+        rest = sorted(set(range(skip, skip + n)) - set(expected), key=lambda i: -float(scores[0, i]))
+        assert _dense(scores, k, mask) == sorted(expected + rest[: k - len(expected)])
+
+
+def test_density_with_equal_scores_is_a_stride() -> None:
+    assert _dense(torch.full((1, 13), 7.0), 4, torch.ones(1, 13, dtype=torch.bool)) == [3, 6, 9, 12]
+
+
+def test_density_leaves_no_long_stretch_without_a_nugget() -> None:
+    scores = torch.zeros(1, 200)
+    scores[0, 100:120] = 50.0
+    chosen = _dense(scores, 40, torch.ones(1, 200, dtype=torch.bool))
+    gaps = torch.tensor([-1, *chosen]).diff()
+    assert int(gaps.max()) <= 15
+    assert sum(100 <= i < 120 for i in chosen) > 10

@@ -23,7 +23,7 @@ from dodo.config import DodoConfig
 from dodo.errors import InputError, WindowError
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.scorer import Scorer
-from dodo.selection import Selection, count_nuggets, prefer_blocks, select_top_k
+from dodo.selection import Selection, count_nuggets, prefer_dense, select_top_k
 
 __all__ = ["Compressor"]
 
@@ -100,9 +100,9 @@ class Compressor(nn.Module):
             attention_mask: [B, T], 0 for padding on either side; None means no padding.
             ratio: r; or
             nuggets: k of each text; neither: the configured ratio.
-            scores: fp32 [B, T], selects by these instead of the scorer's (controls, given selections).
-            select_by: fp32 [B, T], selects by these while the nuggets carry `scores` (or the scorer's), whose straight-through
-                term then trains the scorer: noise or controls in training.
+            scores: fp32 [B, T], takes the place of the scorer's.
+            select_by: fp32 [B, T], the tokens with the highest of these are kept, whatever the scores, which still get the
+                straight-through term: controls, given selections.
             segment: tokens encoded at a time; None: as many as the window holds.
             start: position of the first token.
 
@@ -124,7 +124,7 @@ class Compressor(nn.Module):
             scores = scores.gather(1, order)
         if select_by is not None and order is not None:
             select_by = select_by.gather(1, order)
-        selection, sinks = self.select(scores if select_by is None else select_by, real, ratio=ratio, nuggets=nuggets)
+        selection, sinks = self.select(scores, real, ratio=ratio, nuggets=nuggets, select_by=select_by)
 
         compact = self.config.positions == "compact"
         total = int(real.sum(-1).max())
@@ -166,14 +166,20 @@ class Compressor(nn.Module):
         return Nuggets.stack(rows)
 
     def select(
-        self, scores: Tensor, real: Tensor, *, ratio: float | None = None, nuggets: int | None = None
+        self,
+        scores: Tensor,
+        real: Tensor,
+        *,
+        ratio: float | None = None,
+        nuggets: int | None = None,
+        select_by: Tensor | None = None,
     ) -> tuple[Selection, Tensor]:
         """The tokens that `encode` keeps of texts with these scores, and how many of each are kept first tokens.
 
         Args:
             scores: fp32 [B, T].
             real: bool [B, T], false for padding, which is on the right.
-            ratio, nuggets: see `encode`.
+            ratio, nuggets, select_by: see `encode`.
 
         Returns:
             The selection, kept first tokens among it, and their numbers, int64 [B], 0 or 1.
@@ -188,10 +194,11 @@ class Compressor(nn.Module):
         sinks = kept_first.sum(-1)
         k = [count_nuggets(n, ratio=ratio, nuggets=nuggets) for n in (totals - sinks).tolist()]
         wanted = torch.tensor(k, device=scores.device)
-        if self.config.selection == "blocks":
-            scores = prefer_blocks(scores, wanted, real & ~kept_first)
-        scores = scores.masked_fill(kept_first, torch.finfo(scores.dtype).max)  # no other is higher, and ties go to the first
-        return select_top_k(scores, wanted + sinks, real), sinks
+        if select_by is None:
+            dense = self.config.selection == "density"
+            select_by = prefer_dense(scores, wanted, real & ~kept_first) if dense else scores
+        select_by = select_by.masked_fill(kept_first, torch.finfo(select_by.dtype).max)  # ties go to the first
+        return select_top_k(select_by, wanted + sinks, real), sinks
 
     def _encode_piece(
         self, input_ids: Tensor, selection: Selection, *, start: int, past: Nuggets | None

@@ -11,7 +11,7 @@ __all__ = ["Scorer"]
 
 
 class Scorer(nn.Module):
-    """Linear(d, d), ReLU, Linear(d, 1) in fp32, whatever the base's dtype.
+    """Linear(d, d), ReLU, Linear(d, 1) in fp32, whatever the base's dtype, on features scaled to a mean square of one.
 
     Args:
         width: d, the base's hidden size.
@@ -34,5 +34,6 @@ class Scorer(nn.Module):
         Returns:
             fp32 [...], one score per token.
         """
-        hidden = torch.relu(self.hidden(features.to(self.hidden.weight.dtype)))
+        features = nn.functional.rms_norm(features.to(self.hidden.weight.dtype), features.shape[-1:])
+        hidden = torch.relu(self.hidden(features))
         return self.output(hidden).squeeze(-1)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import yaml
 from dodo.data.batches import Batch
 from dodo.errors import InputError
 from dodo.training.module import NanLossError, TrainingModule, rate_at
-from dodo.training.objectives import Selecting, batch_loss
+from dodo.training.objectives import batch_loss
 from dodo.training.recipe import Optimizer, load_recipe
 from dodo.training.run import train
 from tests.standins.models import save_base
@@ -53,7 +55,7 @@ def recipe_file(tmp_path: Path) -> Path:
 
 
 def _trained(folder: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(folder / "last.ckpt", weights_only=False)["state_dict"]
+    state: dict[str, torch.Tensor] = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
     return state
 
 
@@ -107,10 +109,55 @@ def test_empty_data_is_refused(recipe_file: Path, tmp_path: Path) -> None:
 
 def test_the_paper_schedule_warms_up_and_ends_at_its_floor() -> None:
     settings = Optimizer(warmup=10, period=110, floor=0.1)
-    assert rate_at(0, settings) == pytest.approx(0.1)
-    assert rate_at(10, settings) == pytest.approx(1.0)
-    assert rate_at(60, settings) == pytest.approx(0.55)
-    assert rate_at(500, settings) == pytest.approx(0.1)
+    assert rate_at(0, settings, 500) == pytest.approx(0.1)
+    assert rate_at(10, settings, 500) == pytest.approx(1.0)
+    assert rate_at(60, settings, 500) == pytest.approx(0.55)
+    assert rate_at(500, settings, 500) == pytest.approx(0.1)
+
+
+def test_a_constant_rate_ends_in_a_line() -> None:
+    settings = Optimizer(shape="constant", warmup=10, period=100, floor=0.0)
+    assert rate_at(4, settings, 500) == pytest.approx(0.5)
+    assert rate_at(400, settings, 500) == pytest.approx(1.0)
+    assert rate_at(450, settings, 500) == pytest.approx(0.5)
+    assert rate_at(500, settings, 500) == 0.0
+
+
+def test_a_run_at_a_constant_rate_may_be_made_longer(recipe_file: Path, tmp_path: Path) -> None:
+    constant = ["optimizer.shape=constant", "optimizer.period=2"]
+    train(load_recipe(recipe_file, [*constant, "running.steps=2"]), tmp_path / "run", progress=False)
+    longer = train(load_recipe(recipe_file, [*constant, "running.steps=4"]), tmp_path / "run", resume=True, progress=False)
+    assert longer.steps == 4
+    with pytest.raises(InputError, match=r"optimizer\.period"):
+        changed = load_recipe(recipe_file, ["optimizer.shape=constant", "optimizer.period=3", "running.steps=6"])
+        train(changed, tmp_path / "run", resume=True, progress=False)
+
+
+def test_a_run_starts_from_given_adapters(recipe_file: Path, tmp_path: Path) -> None:
+    train(load_recipe(recipe_file, ["running.steps=4"]), tmp_path / "first", progress=False)
+    start = load_recipe(recipe_file, [f"start={tmp_path / 'first' / 'last'}", "running.steps=1", "optimizer.lr=0.0"])
+    train(start, tmp_path / "second", progress=False)
+    first, second = _trained(tmp_path / "first"), _trained(tmp_path / "second")
+    name = next(n for n in first if "lora_B.phi" in n)
+    torch.testing.assert_close(second[name], first[name].half().float(), atol=0, rtol=0)
+    assert first[name].abs().max() > 0
+
+
+def test_two_processes_equal_accumulation_in_one(recipe_file: Path, tmp_path: Path) -> None:
+    settings = ["running.steps=3", "running.validate_every=3"]
+    whole = train(load_recipe(recipe_file, [*settings, "running.accumulate=2"]), tmp_path / "one", progress=False)
+    chosen = [f"--set={setting}" for setting in (*settings, "running.devices=2", "running.strategy=ddp")]
+    command = [sys.executable, "-m", "dodo", "train", str(recipe_file), "--out", str(tmp_path / "two"), "--json", *chosen]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout)
+    assert (result["steps"], result["tokens"]) == (3, whole.tokens)
+    assert result["loss"] == pytest.approx(whole.loss, rel=1e-4)
+    a, b = _trained(tmp_path / "one"), _trained(tmp_path / "two")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3, msg=name)
+    resumed = subprocess.run([*command, "--resume", "--set=running.steps=3"], capture_output=True, text=True, timeout=300)
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
 
 
 # -- the loss
@@ -139,10 +186,10 @@ def test_padding_does_not_enter_the_loss(recipe_file: Path) -> None:
     rows = [[0, 10, 11, 12, 13, 14, 15], [0, 20, 21]]
     sums = []
     for pad in (5, 99):
-        loss = batch_loss(compressor, _batch(rows, pad=pad), Selecting())
+        loss = batch_loss(compressor, _batch(rows, pad=pad))
         sums.append((loss.sum, loss.tokens))
     assert sums[0] == sums[1]
-    alone = [batch_loss(compressor, _batch([row], pad=5), Selecting()) for row in rows]
+    alone = [batch_loss(compressor, _batch([row], pad=5)) for row in rows]
     assert sum(loss.tokens for loss in alone) == sums[0][1]
     assert sum(loss.sum for loss in alone) == pytest.approx(sums[0][0], rel=1e-4)
 

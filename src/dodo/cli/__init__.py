@@ -27,6 +27,7 @@ VERBS = {
     "info": "Show the configuration and the number of parameters.",
     "train": "Train adapters and scorer.",
     "prepare-data": "Turn texts into training data.",
+    "evaluate": "Measure a method on a task.",
 }
 """What each verb does, in a line; the module `dodo.cli.<verb>` holds its `command`."""
 

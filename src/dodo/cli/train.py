@@ -30,6 +30,8 @@ def command(
 ) -> None:
     """Train by RECIPE. The run's folder holds the best adapters, the last checkpoint, logs and samples."""
     try:
+        from lightning.fabric.utilities.rank_zero import rank_zero_only
+
         from dodo.training.recipe import load_recipe
         from dodo.training.run import train
     except ImportError as error:
@@ -38,6 +40,8 @@ def command(
     silence_libraries()
     wanted = load_recipe(recipe, settings)
     result = train(wanted, out or Path("runs") / wanted.name, resume=resume, max_minutes=max_minutes)
+    if getattr(rank_zero_only, "rank", 0):  # one of several processes speaks
+        return
     if as_json:
         echo_json(dataclasses.asdict(result))
     else:

@@ -159,22 +159,24 @@ class QuestionSource:
         shard: of kind question.
         bos, eos: as for `TextSource`.
         longest: documents of more tokens are left out.
-        part: of the documents to use, from and to, as fractions: to hold some back.
+        documents: bool, which of the shard's documents to use; None: all.
     """
 
     def __init__(
-        self, shard: Shard, *, bos: int | None, eos: int, longest: int = 512, part: tuple[float, float] = (0.0, 1.0)
+        self, shard: Shard, *, bos: int | None, eos: int, longest: int = 512, documents: np.ndarray | None = None
     ) -> None:
         if shard.prompts is None or shard.answers is None or shard.owner is None:
             raise InputError("not a question shard: it has no prompts and answers")
         self._shard, self._bos, self._eos = shard, bos, eos
         self._first = np.searchsorted(shard.owner, np.arange(len(shard.documents) + 1))
-        low, high = (int(fraction * len(shard.documents)) for fraction in part)
         lengths = shard.documents.lengths
-        usable = [i for i in range(low, high) if lengths[i] <= longest and self._first[i] < self._first[i + 1]]
-        if not usable:
+        usable = (lengths <= longest) & (self._first[:-1] < self._first[1:])
+        if documents is not None:
+            usable &= documents
+        if not usable.any():
             raise InputError(f"no questions to train on: no document of at most {longest} tokens has one")
-        self._order = np.asarray(sorted(usable, key=lambda i: int(lengths[i])))
+        chosen = usable.nonzero()[0]
+        self._order = chosen[np.argsort(lengths[chosen], kind="stable")]
 
     def __len__(self) -> int:
         return len(self._order)

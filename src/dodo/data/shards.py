@@ -50,7 +50,8 @@ class Shard:
     """Tokenised documents and, in a question shard, their questions.
 
     documents: token ids without BOS. prompts, answers: one row per question, answers without EOS. owner: int64, the document
-    of each question; questions of one document are neighbours.
+    of each question; questions of one document are neighbours. groups: int64, one number per document, the same for documents
+    with the same `title` (an article's paragraphs), which are held back together.
     """
 
     kind: ShardKind
@@ -58,6 +59,19 @@ class Shard:
     prompts: Ragged | None = None
     answers: Ragged | None = None
     owner: np.ndarray | None = None
+    groups: np.ndarray | None = None
+
+    def held_back(self, share: float, *, seed: int = 0) -> np.ndarray:
+        """bool [documents], true for about `share` of the documents: whole groups, drawn at random, at least one of two.
+
+        The same for the same shard, share and seed.
+        """
+        groups = np.arange(len(self.documents)) if self.groups is None else self.groups
+        names, sizes = np.unique(groups, return_counts=True)
+        order = np.random.default_rng(seed).permutation(len(names))
+        before = np.cumsum(sizes[order]) - sizes[order]
+        chosen = names[order[before < share * len(groups)]]
+        return np.isin(groups, chosen if len(names) > 1 else names[:0])
 
     @property
     def tokens(self) -> int:
@@ -119,7 +133,7 @@ def read_shard(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = Non
 
     documents = ragged("documents")
     assert documents is not None
-    return Shard(about["kind"], documents, ragged("prompts"), ragged("answers"), arrays.get("owner"))
+    return Shard(about["kind"], documents, ragged("prompts"), ragged("answers"), arrays.get("owner"), arrays.get("groups"))
 
 
 def _encoded(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, literal: bool, size: int = 256) -> Iterator[list[int]]:
@@ -156,22 +170,29 @@ def _texts(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
 
 def _questions(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, minimum: int) -> Shard:
     grouped: dict[str, list[tuple[str, str]]] = {}
+    titles: dict[str, str] = {}
     for record in records:
         answers = record.get("answers", record.get("answer"))
         answer = answers[0] if isinstance(answers, list) and answers else answers
         if isinstance(answer, str) and answer.strip():
-            grouped.setdefault(_field(record, "context"), []).append((_field(record, "question"), answer.strip()))
+            context = _field(record, "context")
+            grouped.setdefault(context, []).append((_field(record, "question"), answer.strip()))
+            titles.setdefault(context, str(record.get("title") or context))
     contexts = [np.asarray(ids, np.int64) for ids in _encoded(grouped, tokenizer, literal=True)]
-    kept = [(ids, pairs) for ids, pairs in zip(contexts, grouped.values(), strict=True) if len(ids) >= minimum]
-    prompts = _encoded((question_prompt(tokenizer, q) for _, pairs in kept for q, _ in pairs), tokenizer, literal=False)
-    answers_ids = _encoded((a for _, pairs in kept for _, a in pairs), tokenizer, literal=True)
-    owner = np.repeat(np.arange(len(kept)), [len(pairs) for _, pairs in kept]) if kept else np.zeros(0, np.int64)
+    rows = zip(contexts, grouped.values(), titles.values(), strict=True)
+    kept = [(ids, pairs, title) for ids, pairs, title in rows if len(ids) >= minimum]
+    prompts = _encoded((question_prompt(tokenizer, q) for _, pairs, _ in kept for q, _ in pairs), tokenizer, literal=False)
+    answers_ids = _encoded((a for _, pairs, _ in kept for _, a in pairs), tokenizer, literal=True)
+    owner = np.repeat(np.arange(len(kept)), [len(pairs) for _, pairs, _ in kept]) if kept else np.zeros(0, np.int64)
+    numbers: dict[str, int] = {}
+    groups = np.asarray([numbers.setdefault(title, len(numbers)) for _, _, title in kept], np.int64)
     return Shard(
         "question",
-        _pack([ids for ids, _ in kept]),
+        _pack([ids for ids, _, _ in kept]),
         _pack([np.asarray(p, np.int64) for p in prompts]),
         _pack([np.asarray(a, np.int64) for a in answers_ids]),
         owner.astype(np.int64),
+        groups,
     )
 
 
@@ -188,8 +209,7 @@ def _write(shard: Shard, out: Path, tokenizer: PreTrainedTokenizerBase, sources:
         rows: Ragged | None = getattr(shard, name)
         if rows is not None:
             arrays |= {name: rows.flat.astype(width), f"{name}.offsets": rows.offsets}
-    if shard.owner is not None:
-        arrays["owner"] = shard.owner
+    arrays |= {name: getattr(shard, name) for name in ("owner", "groups") if getattr(shard, name) is not None}
     about = {"version": VERSION, "kind": shard.kind, "tokenizer": of_tokenizer(tokenizer), "sources": list(sources)}
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(out.name + ".part")

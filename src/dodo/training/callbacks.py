@@ -12,7 +12,6 @@ from typing import Any
 from lightning import Callback, Trainer
 
 from dodo.data.batches import Batch
-from dodo.training.objectives import Way
 from dodo.training.recipe import Recipe
 from dodo.training.validation import rebuild, validate
 
@@ -83,8 +82,6 @@ class Validation(_EachStep):
 
     def __init__(self, batches: dict[str, Batch], folder: Path, recipe: Recipe) -> None:
         self._batches, self._folder, self._recipe = batches, folder, recipe
-        blocks = recipe.config.selection == "blocks"  # then the scorer's way is that by blocks
-        self._ways: tuple[Way, ...] = ("scorer", "stride") if blocks else ("scorer", "best-of-block", "stride")
         self.best: float | None = None
         self.improved = False
         self._since_best = 0
@@ -110,14 +107,9 @@ class Validation(_EachStep):
         if not self._batches or (step % running.validate_every and step != running.steps):
             return
         start = time.perf_counter()
-        row = validate(module.dodo, self._batches, self._ways)
-        first = next(iter(self._batches))
-        if running.reconstruct and self._batches[first].objective == "autoencoding":
-            made = rebuild(module.dodo, self._batches[first], texts=running.reconstruct)
-            row[f"bleu/{first}/scorer"] = made.bleu
-            with open(self._folder / "samples.txt", "a", encoding="utf-8") as out:
-                out.write(f"== step {step}, {first}, BLEU {made.bleu:.1f}\n")
-                out.writelines(f"-- {a!r}\n++ {b!r}\n" for a, b in list(zip(made.texts, made.rebuilt, strict=True))[:3])
+        if trainer.is_global_zero:
+            row = self._measured(module, step)
+        row = trainer.strategy.broadcast(row if trainer.is_global_zero else {})
         row |= {"tokens": module.tokens_seen, "seconds": time.perf_counter() - start}
         self.improved = self.best is None or row["loss"] < self.best
         self._since_best = 0 if self.improved else self._since_best + 1
@@ -129,6 +121,17 @@ class Validation(_EachStep):
                 trainer.logger.log_metrics({f"validation/{k}": v for k, v in row.items()}, step=step)
         if self.out_of_patience:
             trainer.should_stop = True
+
+    def _measured(self, module: Any, step: int) -> dict[str, float]:
+        row = validate(module.dodo, self._batches, ("scorer", "stride"))
+        first = next(iter(self._batches))
+        if self._recipe.running.reconstruct and self._batches[first].objective == "autoencoding":
+            made = rebuild(module.dodo, self._batches[first], texts=self._recipe.running.reconstruct)
+            row[f"bleu/{first}/scorer"] = made.bleu
+            with open(self._folder / "samples.txt", "a", encoding="utf-8") as out:
+                out.write(f"== step {step}, {first}, BLEU {made.bleu:.1f}\n")
+                out.writelines(f"-- {a!r}\n++ {b!r}\n" for a, b in list(zip(made.texts, made.rebuilt, strict=True))[:3])
+        return row
 
 
 class Checkpoints(_EachStep):

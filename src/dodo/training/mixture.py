@@ -4,13 +4,12 @@ Paper: Section 4 (which objectives at what lengths); the mixture and the handove
 """
 
 import numpy as np
-import torch
 
 from dodo.data.batches import Batch, Draw, Objective, QuestionSource, TextSource, draw_skewed
-from dodo.training.objectives import Selecting, Way
+from dodo.training.objectives import Way
 from dodo.training.recipe import Recipe
 
-__all__ = ["BatchMaker", "selecting_at"]
+__all__ = ["BatchMaker", "way_at"]
 
 _OBJECTIVES: tuple[Objective, ...] = ("autoencoding", "continuation", "question", "distillation")
 
@@ -36,7 +35,7 @@ class BatchMaker:
         rng = np.random.default_rng((self.recipe.running.seed, number))
         mixture, tokens = self.recipe.mixture, self.recipe.running.tokens
         objective = _OBJECTIVES[int(rng.choice(len(_OBJECTIVES), p=self._weights))]
-        ratio = round(draw_skewed(self._ratio_range(number // self.recipe.running.accumulate), rng), 2)
+        ratio = round(draw_skewed(self._ratio_range(number // self.recipe.running.batches_per_step), rng), 2)
         if objective == "question":
             assert self.questions is not None
             batch = self.questions.batch(tokens, mixture.questions_per_document, ratio, rng)
@@ -62,17 +61,9 @@ class BatchMaker:
         return Draw(mixture.ratio.low, high, min(mixture.ratio.mode, high))
 
 
-def selecting_at(recipe: Recipe, number: int) -> Selecting:
+def way_at(recipe: Recipe, number: int) -> Way:
     """How the tokens of batch `number` are selected."""
-    selection = recipe.selection
-    step = number // recipe.running.accumulate
-    rng = np.random.default_rng((recipe.running.seed, number, 1))
-    generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
-    begin, end = selection.handover
-    done = 1.0 if step >= end else 0.0 if step < begin else (step - begin) / (end - begin)
-    share = selection.first_share + done * (1 - selection.first_share)
-    noise = selection.noise * max(0.0, 1 - step / selection.noise_until) if selection.noise_until else selection.noise
-    if selection.start != "scorer" and rng.random() >= share:
-        return Selecting(selection.start, generator=generator)
-    way: Way = "best-of-block" if rng.random() < selection.blocks else "scorer"
-    return Selecting(way, noise=noise, generator=generator)
+    begin, end = recipe.selection.handover
+    step = number // recipe.running.batches_per_step
+    share = 1.0 if step >= end else 0.0 if step < begin else (step - begin) / (end - begin)
+    return "scorer" if np.random.default_rng((recipe.running.seed, number, 1)).random() < share else "stride"

@@ -17,7 +17,7 @@ from torch import Tensor
 from dodo.data.batches import Batch
 from dodo.errors import DodoError
 from dodo.model import Dodo
-from dodo.training.mixture import selecting_at
+from dodo.training.mixture import way_at
 from dodo.training.objectives import batch_loss
 from dodo.training.recipe import Optimizer, Recipe
 
@@ -28,10 +28,13 @@ class NanLossError(DodoError):
     """The loss or a gradient is not a number; the batch has been saved."""
 
 
-def rate_at(step: int, settings: Optimizer) -> float:
-    """Factor on the learning rates at a step: linear warm-up, then half a cosine down to the floor. Paper: Section 3."""
+def rate_at(step: int, settings: Optimizer, steps: int) -> float:
+    """Factor on the learning rates at a step of a run of `steps`: linear warm-up, then half a cosine down to the floor (Paper:
+    Section 3), or the full rate and at the end a line down."""
     if step < settings.warmup:
         return (step + 1) / settings.warmup
+    if settings.shape == "constant":
+        return max(settings.floor, min(1.0, (steps - step) / max(1, settings.period)))
     done = min(1.0, (step - settings.warmup) / max(1, settings.period - settings.warmup))
     return settings.floor + (1 - settings.floor) * 0.5 * (1 + math.cos(math.pi * done))
 
@@ -55,17 +58,22 @@ class TrainingModule(LightningModule):
     # -- the step
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
-        selecting = selecting_at(self.recipe, batch.number)
+        way = way_at(self.recipe, batch.number)
         kl = (self.recipe.mixture.kl_forward, self.recipe.mixture.kl_reverse)
-        loss = batch_loss(self.compressor, batch, selecting, kl_weights=kl)
+        loss = batch_loss(self.compressor, batch, way, kl_weights=kl)
         if not math.isfinite(loss.sum):
             self._stop_for_nan(batch, "the loss")
-        self.tokens_seen += batch.document_tokens
+        self.tokens_seen += self._over_processes(batch.document_tokens)
         values = {"loss": loss.sum / max(1, loss.tokens), "accuracy": loss.correct / max(1, loss.tokens), "ratio": batch.ratio}
-        self.last = {"objective": batch.objective, "way": selecting.way, "length": batch.documents.shape[1], **values}
+        self.last = {"objective": batch.objective, "way": way, "length": batch.documents.shape[1], **values}
         mixture = self.recipe.mixture
         scale = {"question": mixture.question_scale, "continuation": mixture.continuation_scale}.get(batch.objective, 1.0)
         return loss.total * scale
+
+    def _over_processes(self, count: int) -> int:
+        """The sum over the processes of the run."""
+        total = torch.tensor(count, dtype=torch.int64, device=self.device)
+        return int(self.trainer.strategy.reduce(total, reduce_op="sum"))
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self._batch = batch
@@ -96,7 +104,7 @@ class TrainingModule(LightningModule):
         rates = {"adapters": settings.lr, "scorer": settings.scorer_lr}
         groups = [{"params": p, "lr": rates[name], "name": name} for name, p in self.parameter_groups().items()]
         optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, settings))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, settings, self.recipe.running.steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # -- checkpoints

@@ -17,21 +17,13 @@ from dodo.architecture import backbone
 from dodo.compressor import Compressor
 from dodo.data.batches import Batch
 from dodo.nuggets import Nuggets
-from dodo.training import exploring
+from dodo.selection import count_nuggets, prefer_dense
 from dodo.training.fused import linear_cross_entropy
 
-__all__ = ["Loss", "Selecting", "batch_loss", "encode", "select_rows"]
+__all__ = ["Loss", "Way", "batch_loss", "encode", "select_rows"]
 
-Way = Literal["scorer", "best-of-block", "random-of-block", "stride"]
-
-
-@dataclass(frozen=True)
-class Selecting:
-    """How the tokens of one batch are selected. noise: scale of the Gumbel noise on the scorer's scores."""
-
-    way: Way = "scorer"
-    noise: float = 0.0
-    generator: torch.Generator | None = None
+Way = Literal["scorer", "stride"]
+"""How tokens are selected: as the configuration says, or by a fixed stride, the control that a learned selection must beat."""
 
 
 @dataclass(frozen=True)
@@ -48,21 +40,28 @@ class Loss:
     correct: int
 
 
-def encode(compressor: Compressor, batch: Batch, selecting: Selecting) -> Nuggets:
+def encode(compressor: Compressor, batch: Batch, way: Way = "scorer") -> Nuggets:
     """Nuggets of the batch's documents, selected in the given way, repeated for each question."""
-    scores = compressor.score(batch.documents)
-    settings: dict[str, Any] = {"ratio": batch.ratio, "keep_first": compressor.config.keep_first}
-    if selecting.way == "scorer":
-        by = exploring.noisy(scores, selecting.noise, selecting.generator)
-    elif selecting.way == "best-of-block":
-        noise = exploring.noisy(scores, selecting.noise, selecting.generator)
-        by = exploring.best_of_block(noise, batch.document_mask, **settings)
-    elif selecting.way == "random-of-block":
-        by = exploring.random_of_block(scores, batch.document_mask, generator=selecting.generator, **settings)
-    else:
-        by = exploring.stride(scores, batch.document_mask, **settings)
-    nuggets = compressor.encode(batch.documents, batch.document_mask, ratio=batch.ratio, scores=scores, select_by=by)
+    by = None if way == "scorer" else stride(batch.document_mask, ratio=batch.ratio, keep_first=compressor.config.keep_first)
+    nuggets = compressor.encode(batch.documents, batch.document_mask, ratio=batch.ratio, select_by=by)
     return nuggets if batch.rows is None else select_rows(nuggets, batch.rows)
+
+
+def stride(mask: Tensor, *, ratio: float, keep_first: bool) -> Tensor:
+    """Values whose top-k are the last tokens of k equal parts of each text.
+
+    Args:
+        mask: bool [B, T], real tokens, padding on the right.
+        ratio: r.
+        keep_first: the first token stands outside.
+
+    Returns:
+        fp32 [B, T].
+    """
+    candidates = mask.clone()
+    candidates[:, 0] &= ~((mask.sum(-1) > 1) & keep_first)
+    k = torch.tensor([count_nuggets(n, ratio=ratio) for n in candidates.sum(-1).tolist()], device=mask.device)
+    return prefer_dense(torch.zeros(mask.shape, device=mask.device), k, candidates)
 
 
 def select_rows(nuggets: Nuggets, rows: Tensor) -> Nuggets:
@@ -78,7 +77,7 @@ def select_rows(nuggets: Nuggets, rows: Tensor) -> Nuggets:
 def batch_loss(
     compressor: Compressor,
     batch: Batch,
-    selecting: Selecting,
+    way: Way = "scorer",
     *,
     divisor: float | None = None,
     kl_weights: tuple[float, float] = (1.0, 0.0),
@@ -88,11 +87,11 @@ def batch_loss(
     Args:
         compressor: in training, with gradients.
         batch: see `Batch`.
-        selecting: how tokens are selected.
+        way: how tokens are selected.
         divisor: what the sum over tokens is divided by; None: the batch's own tokens (a mean).
         kl_weights: of forward and reverse KL, for distillation.
     """
-    nuggets = encode(compressor, batch, selecting)
+    nuggets = encode(compressor, batch, way)
     soft = batch.objective == "autoencoding"
     states = compressor.decode(nuggets, batch.decoder, batch.decoder_mask, soft_token=soft, states=True)
     counted = batch.targets != -100  # [B, M (+ 1)]

@@ -71,18 +71,12 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Selection:
-    """How tokens are selected in training: at first evenly, and by the scorer with probability rising to one."""
+    """How tokens are selected while the scorer learns."""
 
-    start: Literal["scorer", "random-of-block", "stride"] = "scorer"
-    """The even way, used with the remaining probability."""
-    blocks: float = 0.0
-    """Of the batches selected by the scorer, the share that takes the best token of each block."""
+    warm_start: int = 0
+    """Steps before the first in which the scorer learns to tell how surprising each token is to the base (`surprisal.py`)."""
     handover: tuple[int, int] = (0, 0)
-    """Steps from which and at which the scorer's share goes from `first_share` to one."""
-    first_share: float = 0.0
-    noise: float = 0.0
-    """Scale of the Gumbel noise on scores, going linearly to zero at `noise_until`."""
-    noise_until: int = 0
+    """A fixed stride selects until the first of these steps, then the scorer more and more often, and always from the second."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +91,13 @@ class Optimizer:
     weight_decay: float = 0.0
     warmup: int = 2000
     """Steps."""
+    shape: Literal["cosine", "constant"] = "cosine"
+    """Over `period` steps, or constant until the last `period` steps and a straight line down in them: such a run can be ended
+    anywhere."""
     period: int = 150_000
-    """Steps of the cosine's half wave."""
+    """Steps of the cosine's half wave, or of the line."""
     floor: float = 0.0
-    """Where the cosine ends, as a fraction of the rate."""
+    """Where the rate ends, as a fraction."""
     clip: float = 1.0
     """Norm of the gradient of the adapters, and of the scorer's apart."""
 
@@ -137,6 +134,11 @@ class Running:
     """Validations without a better loss after which the run stops; 0: never."""
     seed: int = 0
 
+    @property
+    def batches_per_step(self) -> int:
+        """Forward passes of all processes in one optimiser step."""
+        return self.accumulate * self.devices
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -144,6 +146,8 @@ class Recipe:
 
     base: str
     name: str = "dodo"
+    start: str | None = None
+    """Folder of adapters and scorer to start from; None: fresh ones."""
     config: DodoConfig = field(default_factory=DodoConfig)
     data: Data = field(default_factory=Data)
     mixture: Mixture = field(default_factory=Mixture)

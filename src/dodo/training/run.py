@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from torch.utils.data import DataLoader, IterableDataset
@@ -27,12 +28,13 @@ from dodo.training.fused import fused_lora
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import TrainingModule
 from dodo.training.recipe import Recipe
+from dodo.training.surprisal import learn_surprisal
 from dodo.training.validation import fixed_batches, question_batches
 
 __all__ = ["Result", "load_for_training", "train"]
 
-HELD_BACK = 0.98
-"""Questions of the last documents of a shard are for validation."""
+HELD_BACK = 0.02
+"""Share of the documents with questions that is for validation: whole articles, where the records have titles."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def train(
         trainer = Trainer(
             accelerator=running.accelerator,
             devices=running.devices,
-            strategy=running.strategy,
+            strategy=_strategy(running.strategy),
             max_steps=running.steps,
             max_epochs=-1,
             max_time=None if max_minutes is None else timedelta(minutes=max_minutes),
@@ -117,12 +119,14 @@ def train(
         )
         done = 0
         if checkpoint is not None:
-            done = int(torch.load(checkpoint, map_location="cpu", weights_only=False)["global_step"])
-        per_step = running.accumulate * running.devices
+            done = int(torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"])
         maker = BatchMaker(recipe, text, questions)
-        loader = DataLoader(_Endless(maker, done * per_step + trainer.global_rank, trainer.world_size), batch_size=None)
+        if checkpoint is None and recipe.selection.warm_start and trainer.is_global_zero:  # the others get its weights
+            learn_surprisal(dodo.compressor, _texts_alone(recipe, text))
+        first = done * running.batches_per_step + trainer.global_rank
+        loader = DataLoader(_Endless(maker, first, trainer.world_size), batch_size=None)
         with fused_lora(dodo.compressor.base) if running.fused else nullcontext():
-            trainer.fit(module, loader, ckpt_path=None if checkpoint is None else str(checkpoint), weights_only=False)
+            trainer.fit(module, loader, ckpt_path=None if checkpoint is None else str(checkpoint), weights_only=True)
     return Result(
         folder=str(folder),
         steps=trainer.global_step,
@@ -133,7 +137,7 @@ def train(
 
 
 def load_for_training(recipe: Recipe) -> Dodo:
-    """The recipe's base in the dtype of the run, with fresh fp32 adapters."""
+    """The recipe's base in the dtype of the run, with fp32 adapters: fresh ones, or those of `recipe.start`."""
     running = recipe.running
     dodo = Dodo.from_pretrained(
         recipe.base,
@@ -142,12 +146,32 @@ def load_for_training(recipe: Recipe) -> Dodo:
         attn_implementation=running.attention,
         device="cpu",  # Lightning moves it
     )
+    if recipe.start is not None:
+        dodo.load_adapters(recipe.start)
     if running.checkpoint_gradients:
         dodo.compressor.adapters.checkpoint_gradients()
     for parameter in dodo.compressor.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return dodo
+
+
+def _texts_alone(recipe: Recipe, text: TextSource | None) -> list[Batch]:
+    """Batches for the scorer's warm start, as large as four of the run's."""
+    if text is None:
+        raise InputError("selection.warm_start reads plain text, but no objective of the mixture does")
+    length = min(round(recipe.mixture.length.high), text.longest)
+    rows = max(1, 4 * recipe.running.tokens // length)
+    seed = recipe.running.seed
+    return [text.autoencoding(rows, length, 1.0, np.random.default_rng((seed, i, 2))) for i in range(recipe.selection.warm_start)]
+
+
+def _strategy(name: str) -> Any:
+    if name != "ddp":
+        return name
+    from lightning.pytorch.strategies import DDPStrategy
+
+    return DDPStrategy(find_unused_parameters=True)  # phi ends at the last layer's keys; not every batch has the soft token
 
 
 def _claim(folder: Path, recipe: Recipe, *, resume: bool) -> Path | None:
@@ -158,8 +182,12 @@ def _claim(folder: Path, recipe: Recipe, *, resume: bool) -> Path | None:
         if not last.is_file():
             raise InputError(f"there is nothing to resume in {folder}: no last.ckpt")
         before = yaml.safe_load(record.read_text(encoding="utf-8"))
-        if differing := _differences(before, wanted):
+        differing = _differences(before, wanted)
+        if recipe.optimizer.shape == "constant" and before["optimizer"] == wanted["optimizer"]:
+            differing = [name for name in differing if name != "running.steps"]  # such a run may be ended sooner or later
+        if differing:
             raise InputError(f"the run in {folder} had another recipe; it differs in {', '.join(differing)}")
+        record.write_text(yaml.safe_dump(wanted, sort_keys=False), encoding="utf-8")
         return last
     if last.exists():
         raise InputError(f"{folder} holds a run already; pass --resume to go on with it, or name another folder")
@@ -206,8 +234,10 @@ def _sources(recipe: Recipe, dodo: Dodo, folder: Path) -> tuple[TextSource | Non
         if data.questions is None:
             raise InputError("mixture.question is positive, but data.questions names no shard")
         shard = opened(data.questions, "question")
-        questions = QuestionSource(shard, bos=bos, eos=eos, part=(0.0, HELD_BACK))
-        back = QuestionSource(shard, bos=bos, eos=eos, part=(HELD_BACK, 1.0))
-        checks |= question_batches(back, count=running.validation_texts, ratios=running.validation_ratios)
+        back = shard.held_back(HELD_BACK)
+        questions = QuestionSource(shard, bos=bos, eos=eos, documents=~back)
+        if back.any():
+            held = QuestionSource(shard, bos=bos, eos=eos, documents=back)
+            checks |= question_batches(held, count=running.validation_texts, ratios=running.validation_ratios)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return text, questions, checks

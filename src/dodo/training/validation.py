@@ -12,7 +12,7 @@ import torch
 
 from dodo.data.batches import Batch, QuestionSource, TextSource
 from dodo.model import Dodo
-from dodo.training.objectives import Selecting, Way, batch_loss, encode
+from dodo.training.objectives import Way, batch_loss, encode
 
 __all__ = ["Rebuilt", "fixed_batches", "question_batches", "rebuild", "validate"]
 
@@ -52,7 +52,7 @@ def validate(dodo: Dodo, batches: dict[str, Batch], ways: Sequence[Way] = ("scor
     found: dict[str, float] = {}
     for name, batch in batches.items():
         for way in ways:
-            loss = batch_loss(dodo.compressor, batch, Selecting(way))
+            loss = batch_loss(dodo.compressor, batch, way)
             found[f"loss/{name}/{way}"] = loss.sum / loss.tokens
             found[f"accuracy/{name}/{way}"] = loss.correct / loss.tokens
     for way in ways:
@@ -73,7 +73,7 @@ def rebuild(dodo: Dodo, batch: Batch, *, texts: int, way: Way = "scorer") -> Reb
         decoder=batch.decoder[:texts],
     )
     dodo.stamp()  # the adapters have changed since
-    nuggets = dodo.adopt(encode(dodo.compressor, few, Selecting(way)))
+    nuggets = dodo.adopt(encode(dodo.compressor, few, way))
     new = dodo.generate_ids(nuggets, None, max_new_tokens=few.decoder.shape[1] + 1)
     originals = dodo.tokenizer.batch_decode(few.decoder.tolist(), clean_up_tokenization_spaces=False)
     rebuilt = dodo.tokenizer.batch_decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,0 +1,5 @@
+"""`python -m dodo`: the command line."""
+
+from dodo.cli import main
+
+main()

@@ -1,0 +1,152 @@
+"""Ways to hold a document: compressed by Dodo, whole, cut off, or not at all. Paper: Section 6 (methods).
+
+A method reads documents, and then writes text after them. What it holds between the two is counted in states: positions with
+keys and values in every layer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dodo.errors import InputError
+from dodo.generation import pad_rows
+from dodo.model import Dodo
+from dodo.nuggets import Nuggets
+from dodo.prompts import QUESTION, chat_turn
+from dodo.selection import count_nuggets, prefer_dense
+
+__all__ = ["METHODS", "Compressed", "Held", "Method", "Whole", "make_method"]
+
+Choice = Literal["scorer", "stride", "random"]
+MethodName = Literal["dodo", "stride", "random", "full", "nodoc", "truncate"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Documents as a method holds them.
+
+    states: of each document. tokens: of each document. what: the method's own.
+    """
+
+    states: list[int]
+    tokens: list[int]
+    what: Any
+
+
+class Method(Protocol):
+    """What the tasks need."""
+
+    name: str
+
+    def read(self, documents: Sequence[str]) -> Held:
+        """Take in documents, without knowing what will be asked."""
+        ...
+
+    def answer(self, held: Held, questions: Sequence[str], *, max_new_tokens: int) -> list[str]:
+        """One greedy answer per document, to a question each."""
+        ...
+
+    def rebuild(self, held: Held) -> list[str]:
+        """Each document again, greedily. Raises InputError where the method can't."""
+        ...
+
+
+class Compressed:
+    """Dodo's nuggets, chosen by the scorer or, as controls, by a fixed stride or at random, with the same adapters."""
+
+    def __init__(self, dodo: Dodo, *, ratio: float, choice: Choice = "scorer", seed: int = 0) -> None:
+        self.dodo, self.ratio, self.choice = dodo, ratio, choice
+        self.name: str = "dodo" if choice == "scorer" else choice
+        self._generator = torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def read(self, documents: Sequence[str]) -> Held:
+        dodo = self.dodo
+        if self.choice == "scorer":
+            nuggets = dodo.compress(list(documents), ratio=self.ratio)
+        else:
+            rows = [dodo.document_ids(text) for text in documents]
+            ids, mask = pad_rows(rows, 0, left=False, device=dodo.device)
+            select_by = self._select_by(mask.bool())
+            nuggets = dodo.compressor.encode(ids, mask, ratio=self.ratio, select_by=select_by)
+        return Held(nuggets.states.tolist(), (nuggets.lengths + nuggets.sinks).tolist(), nuggets)
+
+    def _select_by(self, mask: Tensor) -> Tensor:
+        if self.choice == "random":
+            return torch.rand(mask.shape, generator=self._generator).to(mask.device)
+        candidates = mask.clone()
+        candidates[:, 0] &= ~((mask.sum(-1) > 1) & self.dodo.config.keep_first)
+        k = torch.tensor([count_nuggets(n, ratio=self.ratio) for n in candidates.sum(-1).tolist()], device=mask.device)
+        return prefer_dense(torch.zeros(mask.shape, device=mask.device), k, candidates)
+
+    def answer(self, held: Held, questions: Sequence[str], *, max_new_tokens: int) -> list[str]:
+        nuggets: Nuggets = held.what
+        return self.dodo.answer(nuggets, list(questions), max_new_tokens=max_new_tokens)
+
+    def rebuild(self, held: Held) -> list[str]:
+        made = self.dodo.reconstruct(held.what)
+        return [made] if isinstance(made, str) else made
+
+
+class Whole:
+    """The base itself, adapters off, with the document in its prompt as Appendix D has it: all of it, the end of it, or none.
+
+    Args:
+        ratio: None keeps the whole document; else its last ceil(n / r) tokens; infinity: nothing.
+    """
+
+    def __init__(self, dodo: Dodo, *, name: str, ratio: float | None = None) -> None:
+        self.dodo, self.name, self.ratio = dodo, name, ratio
+
+    def read(self, documents: Sequence[str]) -> Held:
+        rows = [self.dodo.document_ids(text) for text in documents]
+        if self.ratio is None:
+            return Held([len(r) for r in rows], [len(r) for r in rows], list(documents))
+        if self.ratio == float("inf"):
+            return Held([0] * len(rows), [len(r) for r in rows], [""] * len(rows))
+        kept = [row[-count_nuggets(len(row), ratio=self.ratio) :] for row in rows]
+        texts = [self.dodo.tokenizer.decode(row, skip_special_tokens=True) for row in kept]
+        return Held([len(r) for r in kept], [len(r) for r in rows], texts)
+
+    @torch.no_grad()
+    def answer(self, held: Held, questions: Sequence[str], *, max_new_tokens: int) -> list[str]:
+        dodo, tokenizer = self.dodo, self.dodo.tokenizer
+        asked = zip(held.what, questions, strict=True)
+        turns = [chat_turn(tokenizer, f"{document}\n{QUESTION.format(question=q.strip())}".strip()) for document, q in asked]
+        rows = [tokenizer(turn, add_special_tokens=False, verbose=False)["input_ids"] for turn in turns]
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        ids, mask = pad_rows(rows, pad, left=True, device=dodo.device)
+        base: Any = dodo.compressor.base
+        with dodo.compressor.adapters.use(None):
+            made = base.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad
+            )
+        return [str(tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True)) for row in made]
+
+    def rebuild(self, held: Held) -> list[str]:
+        raise InputError(f"method {self.name!r} can't rebuild a document: it has no trained way to ask for it")
+
+
+METHODS: dict[str, Callable[[Dodo, float], Method]] = {
+    "dodo": lambda dodo, ratio: Compressed(dodo, ratio=ratio),
+    "stride": lambda dodo, ratio: Compressed(dodo, ratio=ratio, choice="stride"),
+    "random": lambda dodo, ratio: Compressed(dodo, ratio=ratio, choice="random"),
+    "full": lambda dodo, ratio: Whole(dodo, name="full"),
+    "nodoc": lambda dodo, ratio: Whole(dodo, name="nodoc", ratio=float("inf")),
+    "truncate": lambda dodo, ratio: Whole(dodo, name="truncate", ratio=ratio),
+}
+"""By name: from a model and a ratio."""
+
+
+def make_method(name: str, dodo: Dodo, ratio: float) -> Method:
+    """A method by its name.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    if name not in METHODS:
+        raise InputError(f"there is no method {name!r}; methods are {', '.join(METHODS)}")
+    return METHODS[name](dodo, ratio)

@@ -1,0 +1,72 @@
+"""One JSON file per measurement: what was measured, on what, with what, and everything needed to do it again."""
+
+import json
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+__all__ = ["about_machine", "commit", "write_json"]
+
+PACKAGES = ("dodo-lm", "torch", "transformers", "peft", "safetensors", "sacrebleu")
+
+
+def about_machine() -> dict[str, Any]:
+    """Processor, accelerator and versions."""
+    import torch
+
+    return {
+        "hardware": {
+            "cpu": _cpu(),
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+        "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := _version(p))}},
+    }
+
+
+def commit() -> str | None:
+    """Of the repository that this package is run from, with a mark if it has changes; None outside of one."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=here, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "HEAD")
+    if not head or git("ls-files", "--error-unmatch", __file__) is None:
+        return None
+    return head + ("+changes" if git("status", "--porcelain", "-uno") else "")
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write a record, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def today() -> str:
+    """The date, UTC."""
+    return datetime.now(UTC).strftime("%Y-%m-%d")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())

@@ -1,0 +1,132 @@
+"""A measurement from model to file: items in batches, what is done kept beside the result so that a stopped one goes on."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dodo.errors import InputError
+from dodo.evaluation.methods import make_method
+from dodo.evaluation.record import about_machine, commit, today, write_json
+from dodo.evaluation.tasks import LENGTHS, TASKS, Autoencoding, Item, Task
+from dodo.model import Dodo
+
+__all__ = ["evaluate"]
+
+EXAMPLES = 5
+
+
+def evaluate(
+    dodo: Dodo,
+    task: str,
+    *,
+    method: str = "dodo",
+    ratio: float | None = None,
+    sources: Sequence[str],
+    lengths: Sequence[int] = LENGTHS,
+    limit: int | None = None,
+    seed: int = 0,
+    batch: int = 8,
+    out: Path,
+    command: str = "",
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Measure one method on one task, and write the record.
+
+    Args:
+        dodo: base and adapters.
+        task: autoencoding or squad.
+        method: see `methods.METHODS`.
+        ratio: tokens per nugget; None: the configured one.
+        sources: files, patterns or `hf:` ids.
+        lengths: of the texts that are rebuilt, in tokens.
+        limit: items (of each length in autoencoding); None: all.
+        seed: of which items, and in what order.
+        batch: items at a time.
+        out: the record, a JSON file. Beside it, until the end, `*.part.jsonl` holds what is done.
+        command: what a person types to do it again.
+        progress: told the items done and the items in all.
+
+    Raises:
+        InputError: no such task or method, or data that is not of the task.
+    """
+    if task not in TASKS:
+        raise InputError(f"there is no task {task!r}; tasks are {', '.join(TASKS)}")
+    ratio = dodo.config.ratio if ratio is None else ratio
+    measuring: Task = Autoencoding(lengths) if task == "autoencoding" else TASKS[task]()
+    how = make_method(method, dodo, ratio)
+    items = measuring.items(sources, dodo.tokenizer, limit, seed)
+    settings = {
+        "task": task,
+        "method": method,
+        "base": dodo.config.base,
+        "base fingerprint": dodo.fingerprint.base,
+        "adapters": "trained" if dodo.is_trained else "fresh",
+        "adapter fingerprint": dodo.fingerprint.adapter,
+        "ratio": ratio,
+        "selection": dodo.config.selection,
+        "dtype": str(dodo.compressor.base.dtype).removeprefix("torch."),
+        "data": [Path(source).name for source in sources],
+        "lengths": list(lengths) if task == "autoencoding" else None,
+        "limit": limit,
+        "seed": seed,
+    }
+    part = out.with_suffix(".part.jsonl")
+    made, seconds = _done_before(part, settings)
+    for begin in range(0, len(items), batch):
+        some = [item for item in items[begin : begin + batch] if item.key not in made]
+        if some:
+            start = time.perf_counter()
+            for item, result in zip(some, measuring.run(how, some), strict=True):
+                made[item.key] = result
+            seconds += time.perf_counter() - start
+            _keep(part, settings, made, some, seconds)
+        if progress is not None:
+            progress(min(begin + batch, len(items)), len(items))
+    record = {
+        "name": out.stem,
+        "date": today(),
+        "commit": commit(),
+        "command": command,
+        "settings": settings,
+        "measured": measuring.measure(items, made),
+        "seconds": round(seconds, 1),
+        **about_machine(),
+        "examples": [_example(item, made[item.key]) for item in items[:EXAMPLES]],
+    }
+    write_json(out, record)
+    part.unlink(missing_ok=True)
+    return record
+
+
+def _done_before(part: Path, settings: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], float]:
+    if not part.exists():
+        return {}, 0.0
+    lines = part.read_text(encoding="utf-8").splitlines()
+    made: dict[str, dict[str, Any]] = {}
+    seconds = 0.0
+    try:
+        if json.loads(lines[0]) != settings:
+            raise InputError(f"{part} is of a measurement with other settings; delete it, or choose another --out")
+        for line in lines[1:]:
+            batch = json.loads(line)
+            made |= batch["made"]
+            seconds = batch["seconds"]
+    except (json.JSONDecodeError, IndexError, KeyError):  # cut off while it was written: the whole lines before it count
+        pass
+    return made, seconds
+
+
+def _keep(part: Path, settings: dict[str, Any], made: dict[str, Any], some: Sequence[Item], seconds: float) -> None:
+    part.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not part.exists()
+    with open(part, "a", encoding="utf-8") as out:
+        if fresh:
+            out.write(json.dumps(settings) + "\n")
+        out.write(json.dumps({"made": {item.key: made[item.key] for item in some}, "seconds": seconds}) + "\n")
+
+
+def _example(item: Item, made: dict[str, Any]) -> dict[str, Any]:
+    shown = {"key": item.key, "document": item.document, "question": item.question, "answers": list(item.answers) or None}
+    return {name: value for name, value in {**shown, **made}.items() if value is not None}

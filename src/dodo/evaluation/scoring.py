@@ -1,0 +1,74 @@
+"""From texts to numbers: what counts as an answer, how much of a text came back. Paper: Section 4, Appendix E."""
+
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+__all__ = ["contains_answer", "corpus_bleu", "normalized", "share_error", "share_rebuilt"]
+
+_MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
+KINDS: dict[str, str] = {
+    "numbers": r"\d+(?:[.,]\d+)*",
+    "names": r"(?<=[a-z0-9,;:)] )[A-Z][a-z]+(?: [A-Z][a-z]+)*",
+    "dates": rf"\b(?:\d{{1,2}} )?(?:{_MONTHS})\b(?: \d{{1,2}}\b,?)?(?: \d{{4}}\b)?|\b(?:1\d|20)\d{{2}}\b(?![.,]\d)",
+}
+"""Exact things of a text: numbers; capitalised words inside a sentence, neighbours together; month dates and years."""
+
+
+def normalized(text: str) -> str:
+    """Number words as digits, punctuation as spaces, no space around, lower case. Paper: Appendix E.
+
+    >>> normalized(" Twenty-one dodos, at most! ")
+    '21 dodos at most'
+    """
+    from text_to_num import alpha2digit
+
+    text = alpha2digit(text.lower(), "en", 0)
+    return " ".join(re.sub(r"[^\w\s]|_", " ", text).split())
+
+
+def contains_answer(text: str, answers: Sequence[str]) -> bool:
+    """Whether one of the right answers stands in the text, both normalised. Paper: Appendix E."""
+    made = normalized(text)
+    return any(wanted in made for wanted in map(normalized, answers) if wanted)
+
+
+def share_error(share: float, n: int) -> float | None:
+    """Standard error of a share of n; None of nothing."""
+    return math.sqrt(share * (1 - share) / n) if n else None
+
+
+def corpus_bleu(made: Sequence[str], wanted: Sequence[str], *, groups: int = 10) -> tuple[float, float | None]:
+    """Corpus BLEU (sacrebleu, 13a, 0 to 100) and its standard error by a jackknife over groups of texts (None for one text)."""
+    import sacrebleu
+
+    def score(pairs: Sequence[tuple[str, str]]) -> float:
+        return float(sacrebleu.corpus_bleu([m for m, _ in pairs], [[w for _, w in pairs]]).score)
+
+    pairs = list(zip(made, wanted, strict=True))
+    return score(pairs), _jackknife(score, pairs, min(groups, len(pairs)))
+
+
+def _jackknife(
+    score: Callable[[Sequence[tuple[str, str]]], float], pairs: Sequence[tuple[str, str]], groups: int
+) -> float | None:
+    if groups < 2:
+        return None
+    without = [score([pair for i, pair in enumerate(pairs) if i % groups != group]) for group in range(groups)]
+    return math.sqrt((groups - 1) * statistics.pvariance(without))
+
+
+def share_rebuilt(made: Sequence[str], wanted: Sequence[str]) -> dict[str, tuple[float | None, int]]:
+    """Of each kind of exact thing in the wanted texts: the share that stands in the made ones (None of
+    none), and how many there are."""
+    found: dict[str, tuple[float | None, int]] = {}
+    for kind, pattern in KINDS.items():
+        here = there = 0
+        for m, w in zip(made, wanted, strict=True):
+            things = Counter(re.findall(pattern, w))
+            there += sum(things.values())
+            here += sum((things & Counter(re.findall(pattern, m))).values())
+        found[kind] = (here / there if there else None, there)
+    return found

@@ -1,0 +1,158 @@
+"""The tasks: documents in, a method's work measured. Paper: Section 4 (autoencoding), Section 6.1 (SQuAD).
+
+A task goes through its items in batches and can be stopped between them: what is done is kept in its record (see `record`).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from dodo.data.reading import read_records, resolve
+from dodo.errors import InputError
+from dodo.evaluation.methods import Method
+from dodo.evaluation.scoring import contains_answer, corpus_bleu, share_error, share_rebuilt
+
+__all__ = ["LENGTHS", "TASKS", "Autoencoding", "Item", "Squad", "Task", "windows"]
+
+
+LENGTHS = (64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing to measure. key: unique in its task. group: what it is reported under."""
+
+    key: str
+    document: str
+    group: str
+    question: str | None = None
+    answers: tuple[str, ...] = ()
+
+
+class Task:
+    """What a method is asked to do with items, and what is made of its answers."""
+
+    name: str
+
+    def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
+        """The items of the data, in a fixed random order, at most `limit` (of each group)."""
+        raise NotImplementedError
+
+    def run(self, method: Method, batch: Sequence[Item]) -> list[dict[str, Any]]:
+        """What the method made of each item, as plain values, with `states` and `tokens`."""
+        raise NotImplementedError
+
+    def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Numbers, by group and over all."""
+        raise NotImplementedError
+
+
+class Autoencoding(Task):
+    """Rebuild texts of given lengths in tokens. BLEU by length (Figure 4); numbers, names and dates that came back."""
+
+    name = "autoencoding"
+
+    def __init__(self, lengths: Sequence[int] = LENGTHS) -> None:
+        self.lengths = tuple(lengths)
+
+    def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
+        texts = [_text(record) for source in resolve(sources) for record in read_records(source)]
+        found: list[Item] = []
+        for length in self.lengths:
+            cut = windows(texts, tokenizer, length, np.random.default_rng((seed, length)), limit or len(texts))
+            found += [Item(f"{length}/{i}", text, f"{length} tokens") for i, text in enumerate(cut)]
+        if not found:
+            raise InputError(f"no text has {min(self.lengths)} tokens")
+        return found
+
+    def run(self, method: Method, batch: Sequence[Item]) -> list[dict[str, Any]]:
+        held = method.read([item.document for item in batch])
+        made = method.rebuild(held)
+        return [{"text": t, "states": s, "tokens": n} for t, s, n in zip(made, held.states, held.tokens, strict=True)]
+
+    def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        return {group: self._group(mine, made) for group, mine in _grouped(items, made)}
+
+    def _group(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        texts, wanted = [made[item.key]["text"] for item in items], [item.document for item in items]
+        bleu, error = corpus_bleu(texts, wanted)
+        exact = {f"{kind} rebuilt": share for kind, (share, _) in share_rebuilt(texts, wanted).items()}
+        counts = {f"{kind} there": count for kind, (_, count) in share_rebuilt(texts, wanted).items()}
+        return {"n": len(items), "bleu": bleu, "bleu standard error": error, **exact, **counts, **_held(items, made)}
+
+
+class Squad(Task):
+    """Answer questions on paragraphs, up to 64 greedy tokens; right if an answer is contained. Table 3, Appendix E."""
+
+    name = "squad"
+
+    def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
+        found: list[Item] = []
+        for i, record in enumerate(r for source in resolve(sources) for r in read_records(source)):
+            missing = {"context", "question", "answers"} - set(record)
+            if missing:
+                raise InputError(f"record {i + 1} has no field {sorted(missing)[0]!r}; context, question and answers are wanted")
+            key = str(record.get("id") or i)
+            found.append(Item(key, record["context"], "all", record["question"], tuple(record["answers"])))
+        order = np.random.default_rng(seed).permutation(len(found))
+        return [found[i] for i in order[: limit or len(order)]]
+
+    def run(self, method: Method, batch: Sequence[Item]) -> list[dict[str, Any]]:
+        held = method.read([item.document for item in batch])
+        made = method.answer(held, [item.question or "" for item in batch], max_new_tokens=64)
+        found = zip(batch, made, held.states, held.tokens, strict=True)
+        return [{"text": t, "right": contains_answer(t, item.answers), "states": s, "tokens": n} for item, t, s, n in found]
+
+    def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        found = {}
+        for group, mine in _grouped(items, made):
+            share = sum(made[item.key]["right"] for item in mine) / len(mine)
+            found[group] = {
+                "n": len(mine),
+                "accuracy": share,
+                "standard error": share_error(share, len(mine)),
+                **_held(mine, made),
+            }
+        return found
+
+
+TASKS: dict[str, type[Task]] = {"autoencoding": Autoencoding, "squad": Squad}
+
+
+def windows(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, rng: np.random.Generator, count: int
+) -> list[str]:
+    """Pieces of about `length` tokens, one of each of `count` random texts that are long enough, cut between tokens."""
+    found: list[str] = []
+    for i in rng.permutation(len(texts)):
+        ids = tokenizer(texts[i], add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        if len(ids) < length:
+            continue
+        start = int(rng.integers(len(ids) - length + 1))
+        found.append(str(tokenizer.decode(ids[start : start + length], clean_up_tokenization_spaces=False)))
+        if len(found) == count:
+            break
+    return found
+
+
+def _text(record: dict[str, Any]) -> str:
+    if not isinstance(record.get("text"), str):
+        raise InputError(f"a record has no text field 'text'; its fields are {', '.join(sorted(record)) or 'none'}")
+    return str(record["text"])
+
+
+def _grouped(items: Iterable[Item], made: dict[str, Any]) -> Iterator[tuple[str, list[Item]]]:
+    groups: dict[str, list[Item]] = defaultdict(list)
+    for item in items:
+        if item.key in made:
+            groups[item.group].append(item)
+    yield from groups.items()
+
+
+def _held(items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    states, tokens = (sum(made[item.key][name] for item in items) for name in ("states", "tokens"))
+    return {"tokens each": tokens / len(items), "states each": states / len(items), "ratio": tokens / states if states else None}

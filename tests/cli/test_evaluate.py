@@ -1,0 +1,78 @@
+"""Laws of `dodo evaluate`."""
+
+import json
+
+import pytest
+
+from tests.cli.tiny import TEXT
+
+
+@pytest.fixture
+def questions(tmp_path):
+    rows = [{"id": f"q{i}", "context": TEXT[i:], "question": f"What is {i}?", "answers": ["no such answer"]} for i in range(5)]
+    path = tmp_path / "squad.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text("\n".join(json.dumps({"text": TEXT[i:] * 4}) for i in range(3)), encoding="utf-8")
+    return path
+
+
+def test_a_record_says_what_was_measured_and_how(run, models, questions, tmp_path):
+    out = tmp_path / "results" / "squad.json"
+    flags = ("--ratio", "3", "--batch", "2", "--limit", "4", "--out", out, "--json", "--model", models.base)
+    shown = json.loads(run("evaluate", "squad", "--data", questions, *flags).stdout)
+    record = json.loads(out.read_text())
+    assert shown["measured"] == record["measured"]
+    found = record["measured"]["all"]
+    assert (found["n"], found["accuracy"]) == (4, 0.0)
+    assert 2 < found["ratio"] < 3  # the kept first token is held too
+    assert {"commit", "command", "settings", "versions", "hardware", "seconds", "examples"} <= set(record)
+    assert record["settings"]["ratio"] == 3.0
+    assert not list(out.parent.glob("*.part*"))
+
+
+def test_an_interrupted_one_goes_on_to_the_same_record(run, models, questions, tmp_path, monkeypatch):
+    from dodo.evaluation.tasks import Squad
+
+    flags = ("--ratio", "3", "--batch", "2", "--model", models.base)
+    run("evaluate", "squad", "--data", questions, *flags, "--out", tmp_path / "whole.json")
+    work, calls = Squad.run, []
+
+    def dying(self, method, batch):
+        calls.append(len(batch))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return work(self, method, batch)
+
+    monkeypatch.setattr(Squad, "run", dying)
+    assert run("evaluate", "squad", "--data", questions, *flags, "--out", tmp_path / "parts.json").exit_code == 130
+    assert (tmp_path / "parts.part.jsonl").exists()
+    other = run("evaluate", "squad", "--data", questions, *flags, "--seed", "1", "--out", tmp_path / "parts.json")
+    assert "other settings" in other.stderr
+    run("evaluate", "squad", "--data", questions, *flags, "--out", tmp_path / "parts.json")
+    assert calls == [2, 2, 2, 1]  # the first two are not done again
+    whole, parts = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "parts"))
+    assert whole["measured"] == parts["measured"]
+    assert whole["examples"] == parts["examples"]
+
+
+def test_texts_are_rebuilt_by_length(run, models, texts, tmp_path):
+    flags = ("--ratio", "2", "--length", "64", "--limit", "2", "--out", tmp_path / "ae.json", "--json", "--model", models.base)
+    result = run("evaluate", "autoencoding", "--data", texts, *flags)
+    measured = json.loads(result.stdout or result.stderr)["measured"]
+    assert "64 tokens" in measured
+    assert measured["64 tokens"]["n"] == 2
+    assert 0 <= measured["64 tokens"]["bleu"] < 100
+
+
+def test_data_of_another_task_is_refused_by_name(run, models, texts, questions, tmp_path):
+    flags = ("--out", tmp_path / "x.json", "--model", models.base)
+    assert "no field 'answers'" in run("evaluate", "squad", "--data", texts, *flags).stderr
+    assert "no text field 'text'" in run("evaluate", "autoencoding", "--data", questions, *flags).stderr
+    assert "can't rebuild" in run("evaluate", "autoencoding", "--data", texts, "--method", "full", *flags).stderr
+    assert not (tmp_path / "x.json").exists()

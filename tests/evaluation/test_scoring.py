@@ -1,0 +1,53 @@
+"""Laws of the scores."""
+
+import pytest
+
+from dodo.evaluation.scoring import contains_answer, corpus_bleu, normalized, share_error, share_rebuilt
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Two", "2"),
+        ("  Twenty-one dodos, at most!  ", "21 dodos at most"),
+        ("in one hundred and five boxes", "in 105 boxes"),
+        ("The U.S.A. -- 1,000", "the u s a 1 000"),
+        ("snake_case", "snake case"),
+        ("", ""),
+    ],
+)
+def test_normalisation_is_that_of_appendix_e(text: str, expected: str) -> None:
+    assert normalized(text) == expected
+
+
+def test_an_answer_counts_if_one_of_the_right_ones_is_contained() -> None:
+    assert contains_answer("It was built in the year Two Thousand, by hand.", ["1999", "2000"])
+    assert contains_answer("the Dutch sailors", ["Dutch"])
+    assert not contains_answer("the Dutch", ["Dutch sailors"])
+    assert not contains_answer("anything", ["..."])  # nothing is left of it
+
+
+def test_bleu_is_100_for_the_same_texts_and_its_error_shrinks_with_n() -> None:
+    texts = [f"the {i} dodo of Mauritius was a bird that could not fly at all" for i in range(40)]
+    assert corpus_bleu(texts, texts)[0] == pytest.approx(100)
+    assert corpus_bleu(texts, texts)[1] == pytest.approx(0, abs=1e-6)
+    half = [t if i % 2 else "something else entirely was said here" for i, t in enumerate(texts)]
+    few, many = corpus_bleu(half[:6], texts[:6]), corpus_bleu(half, texts)
+    assert 0 < many[0] < 100
+    assert corpus_bleu(half[:1], texts[:1])[1] is None
+    assert few[1] > 0
+
+
+def test_exact_things_are_counted_as_often_as_they_occur() -> None:
+    wanted = ["On 3 May 1867 the crew met John Smith in Port Louis, with 12 men and 12 dogs; it was 3.5 miles."]
+    made = ["On 3 May 1867 the crew met John Brown in Port Louis, with 12 men and a dog; it was 4 miles."]
+    found = share_rebuilt(made, wanted)
+    assert found["numbers"] == (pytest.approx(3 / 5), 5)  # 3, 1867, 12, 12, 3.5
+    assert found["names"] == (pytest.approx(2 / 3), 3)  # May, John Smith, Port Louis
+    assert found["dates"] == (pytest.approx(1), 1)
+    assert share_rebuilt(["a"], ["b"])["numbers"] == (None, 0)
+
+
+def test_the_error_of_a_share() -> None:
+    assert share_error(0.5, 100) == pytest.approx(0.05)
+    assert share_error(0.5, 0) is None
