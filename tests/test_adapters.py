@@ -85,12 +85,35 @@ def test_the_adapter_that_is_on_decides_and_the_one_before_comes_back(pair: Make
     assert torch.equal(off, made.base(ids).logits)
 
 
+def test_each_token_can_have_its_own_adapter(pair: Maker) -> None:
+    """Of a token alone in its row nothing else is seen: with phi or with theta, as it was asked for."""
+    compressor, ids = stir(pair("phi3").compressor), tokens(6, 1)
+    adapters, kept = compressor.adapters, torch.tensor([[True], [False], [True], [False], [False], [True]])
+    with torch.no_grad():
+        with adapters.use(PHI):
+            phi = compressor.base(ids).logits
+        with adapters.use(THETA):
+            theta = compressor.base(ids).logits
+        with adapters.mixed(kept):
+            mixed = compressor.base(ids).logits
+            with adapters.use(THETA):
+                inside = compressor.base(ids).logits
+            again = copy.deepcopy(compressor).base(ids).logits
+        with adapters.use(PHI):
+            after = compressor.base(ids).logits
+    torch.testing.assert_close(mixed, torch.where(kept[..., None], phi, theta), atol=1e-5, rtol=1e-5)
+    assert torch.equal(inside, theta)
+    assert torch.equal(again, mixed)
+    assert torch.equal(after, phi)
+
+
 def test_an_error_inside_switches_back(pair: Maker) -> None:
     adapters = pair("llama").compressor.adapters
-    for switch in (adapters.use, adapters.merged):
-        with pytest.raises(RuntimeError, match="inside"), torch.no_grad(), switch(THETA):
+    for switch in (adapters.use(THETA), adapters.merged(THETA), adapters.mixed(torch.ones(1, 1, dtype=torch.bool))):
+        with pytest.raises(RuntimeError, match="inside"), torch.no_grad(), switch:
             raise RuntimeError("inside")
         assert adapters.current is None
+        assert all(layer.disable_adapters for layer in adapters._layers)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama, tied", "phi3"])

@@ -3,6 +3,7 @@
 phi/adapter_config.json    phi/adapter_model.safetensors
 theta/adapter_config.json  theta/adapter_model.safetensors
 scorer.safetensors         dodo_config.json  README.md
+thresholds.json, if they have been estimated
 """
 
 import tempfile
@@ -17,8 +18,9 @@ from dodo import hub
 from dodo.compressor import Compressor
 from dodo.config import CONFIG_FILE, DodoConfig
 from dodo.errors import InputError
+from dodo.thresholds import THRESHOLDS_FILE, Thresholds
 
-__all__ = ["SHIPPED", "find", "load", "save", "tensors_of"]
+__all__ = ["SHIPPED", "find", "load", "load_thresholds", "save", "tensors_of"]
 
 SCORER_FILE = "scorer.safetensors"
 SHIPPED = Path(__file__).parent / "weights"
@@ -57,7 +59,23 @@ def load(compressor: Compressor, folder: Path) -> None:
         raise InputError(f"{folder / SCORER_FILE} does not fit this base: {str(error).splitlines()[0]}") from None
 
 
-def save(compressor: Compressor, folder: Path, *, dtype: torch.dtype | None = None, card: str | None = None) -> None:
+def load_thresholds(folder: Path) -> Thresholds | None:
+    """The thresholds that belong to a set, if it has any.
+
+    Raises:
+        InputError: the file is damaged.
+    """
+    return Thresholds.load(folder / THRESHOLDS_FILE) if (folder / THRESHOLDS_FILE).is_file() else None
+
+
+def save(
+    compressor: Compressor,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    card: str | None = None,
+    thresholds: Thresholds | None = None,
+) -> None:
     """Write the set, each file whole or not at all.
 
     Args:
@@ -65,6 +83,7 @@ def save(compressor: Compressor, folder: Path, *, dtype: torch.dtype | None = No
         folder: made if it is not there.
         dtype: of the stored weights; None keeps their own.
         card: text of README.md; None writes a short one.
+        thresholds: of this scorer; None takes away those that the folder has of another.
 
     Raises:
         InputError: the folder can't be written; files in it are unchanged or replaced whole.
@@ -73,6 +92,10 @@ def save(compressor: Compressor, folder: Path, *, dtype: torch.dtype | None = No
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving.") as scratch:
             _write(compressor, Path(scratch), dtype, card)
+            if thresholds is None:
+                (folder / THRESHOLDS_FILE).unlink(missing_ok=True)
+            else:
+                (Path(scratch) / THRESHOLDS_FILE).write_text(thresholds.to_json(), encoding="utf-8")
             for path in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
                 target = folder / path.relative_to(scratch)
                 target.parent.mkdir(exist_ok=True)

@@ -5,6 +5,9 @@ scorer's features).
 
 Switching is done on PEFT's own layers without touching `requires_grad`, so that one backward pass reaches both adapters.
 Under gradient checkpointing the recomputation runs with the adapter that was on in the forward pass.
+
+In the autoregressive LM (Section 2.2) each token has its own adapter. PEFT adds up the updates of all active adapters, so both
+are made active, and what their A matrices give is set to zero where the other one is wanted.
 """
 
 import warnings
@@ -51,6 +54,7 @@ class Adapters:
         self._layers: list[Any] = [module for module in base.modules() if isinstance(module, LoraLayer)]
         self._merged: dict[str, tuple[tuple[int, ...], list[Tensor]]] = {}
         self.current: AdapterName | None = None
+        self._kept: Tensor | None = None
         self._switch(None)
         for parameter in self.parameters():
             parameter.requires_grad_(True)
@@ -73,19 +77,45 @@ class Adapters:
     @contextmanager
     def use(self, name: AdapterName | None) -> Iterator[None]:
         """Run the base with one adapter on, or with none; what was on before is on again afterwards."""
-        before = self.current
-        self._switch(name)
+        with self._switched(name):
+            yield
+
+    @contextmanager
+    def mixed(self, kept: Tensor) -> Iterator[None]:
+        """Run the base with phi on the kept tokens and theta on all others, in one pass. Paper: Section 2.2.
+
+        Args:
+            kept: bool [B, T], for the tokens of the forward passes within.
+        """
+        with self._switched(None, kept):
+            yield
+
+    @contextmanager
+    def _switched(self, name: AdapterName | None, kept: Tensor | None = None) -> Iterator[None]:
+        before = self.current, self._kept
+        self._switch(name, kept)
         try:
             yield
         finally:
-            self._switch(before)
+            self._switch(*before)
 
-    def _switch(self, name: AdapterName | None) -> None:
+    def _switch(self, name: AdapterName | None, kept: Tensor | None = None) -> None:
+        active = [PHI, THETA] if kept is not None else [] if name is None else [name]
         for layer in self._layers:
-            layer._disable_adapters = name is None
-            if name is not None:
-                layer._active_adapter = [name]
-        self.current = name
+            layer._disable_adapters = not active
+            if active:
+                layer._active_adapter = active
+        if kept is not self._kept:
+            self._share_out(kept)
+        self.current, self._kept = name, kept
+
+    def _share_out(self, kept: Tensor | None) -> None:
+        shares = {} if kept is None else {PHI: kept[..., None], THETA: ~kept[..., None]}
+        for layer in self._layers:
+            for name, matrix in layer.lora_A.items():
+                if not hasattr(matrix, "share"):
+                    matrix.register_forward_hook(_own_share)
+                matrix.share = shares.get(name)
 
     @contextmanager
     def merged(self, name: AdapterName) -> Iterator[None]:
@@ -114,7 +144,12 @@ class Adapters:
         self._merged.clear()
 
     def _merged_weights(self, name: AdapterName) -> list[Tensor]:
-        versions = tuple(parameter._version for parameter in self.parameters(name))
+        versions = tuple(
+            matrices[name].weight._version
+            for layer in self._layers
+            if name in layer.lora_A
+            for matrices in (layer.lora_A, layer.lora_B)
+        )
         known = self._merged.get(name)
         if known is None or known[0] != versions:
             weights = []
@@ -146,7 +181,7 @@ class Adapters:
 
     def _checkpointed(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), self.use(self.current)
+            return nullcontext(), self._switched(self.current, self._kept)
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
             if not torch.is_grad_enabled():
@@ -193,6 +228,13 @@ class Adapters:
         for setting in ("r", "lora_alpha", "target_modules"):
             if getattr(stored, setting) != getattr(own, setting):
                 raise ValueError(f"{setting} is {getattr(stored, setting)} there and {getattr(own, setting)} in {CONFIG_FILE}")
+
+
+def _own_share(matrix: torch.nn.Module, _: Any, output: Tensor) -> Tensor | None:
+    """A forward hook: of what an A matrix gives, the tokens that its adapter is for."""
+    share = matrix.share
+    assert share is None or isinstance(share, Tensor)
+    return None if share is None else output * share.to(output.device)
 
 
 @contextmanager

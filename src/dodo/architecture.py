@@ -198,16 +198,17 @@ class FeatureLayers:
         self._view = view
 
     @torch.no_grad()
-    def __call__(self, input_ids: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """Hidden states after layer iota.
 
         Args:
-            input_ids: int64 [B, T], right-padded (causal attention keeps pads out of real tokens).
+            input_ids: int64 [B, T], right-padded (causal attention keeps pads out of real tokens) unless there is a mask.
+            inputs: masks, positions and cache, as the base takes them.
 
         Returns:
             [B, T, d], in the base's dtype, without gradient.
         """
-        features: Tensor = self._view(input_ids=input_ids, use_cache=False).last_hidden_state
+        features: Tensor = self._view(input_ids=input_ids, **{"use_cache": False, **inputs}).last_hidden_state
         return features
 
 

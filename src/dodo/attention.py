@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from dodo.architecture import backbone, layer_windows
 from dodo.errors import UnsupportedModelError
+from dodo.rotary import Rotary
 from dodo.selection import gather_tokens
 from dodo.straight_through import straight_through
 
@@ -28,6 +29,8 @@ __all__ = [
     "attention_masks",
     "cache_argument",
     "check_gradient_backend",
+    "retain",
+    "turn",
     "windows_by_position",
 ]
 
@@ -134,6 +137,32 @@ class _OnePassLayer(DynamicLayer):
         return torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
 
 
+def retain(cache: Cache, indices: Tensor) -> None:
+    """Keep some of the keys and values that a cache holds, and drop the others.
+
+    Args:
+        cache: changed in every layer.
+        indices: int64 [S'], of S.
+    """
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        here = indices.to(layer.keys.device)
+        layer.keys, layer.values = layer.keys.index_select(2, here), layer.values.index_select(2, here)
+
+
+def turn(cache: Cache, delta: Tensor, rotary: Rotary) -> None:
+    """Turn the keys that a cache holds to other positions.
+
+    Args:
+        cache: changed in every layer.
+        delta: int64 [S], positions to add.
+        rotary: the base's rotations.
+    """
+    layers: list[Any] = cache.layers
+    for i, layer in enumerate(layers):
+        layer.keys = rotary.rotate(layer.keys, delta[None].to(layer.keys.device), layer=i)
+
+
 def attention_masks(
     model: PreTrainedModel,
     *,
@@ -141,6 +170,7 @@ def attention_masks(
     key_positions: Tensor,
     key_mask: Tensor,
     scores: Tensor | None = None,
+    scored: Tensor | None = None,
 ) -> Tensor | dict[str, Tensor]:
     """Additive masks by position, with the straight-through term on the first columns.
 
@@ -151,19 +181,22 @@ def attention_masks(
         model: the base; its config says which layers have a window.
         query_positions: int64 [B, Q].
         key_positions: int64 [B, S].
-        key_mask: bool [B, S].
+        key_mask: bool [B, S], or [B, Q, S] where it depends on the query.
         scores: fp32 [B, K], K <= S, of the nuggets that are the first K keys; with gradient in training.
+        scored: bool [B, Q, K], which queries have the term on which of them; None: all on all.
 
     Returns:
         [B, 1, Q, S] in the base's dtype, or one such mask per layer type where the base's layers differ.
     """
     dtype = model.dtype
     distance = query_positions[:, :, None] - key_positions[:, None, :]  # [B, Q, S]
-    causal = (distance >= 0) & key_mask[:, None, :]
+    causal = (distance >= 0) & (key_mask[:, None, :] if key_mask.ndim == 2 else key_mask)
     bias = None
     if scores is not None:
-        term = straight_through(scores).to(dtype)
-        bias = torch.nn.functional.pad(term, (0, key_positions.shape[1] - scores.shape[1]))[:, None, None, :]
+        term = straight_through(scores).to(dtype)[:, None, None, :]
+        if scored is not None:
+            term = torch.where(scored[:, None], term, torch.zeros_like(term))
+        bias = torch.nn.functional.pad(term, (0, key_positions.shape[1] - scores.shape[1]))
 
     def additive(window: int | None) -> Tensor:
         allowed = causal if window is None else causal & (distance < window)

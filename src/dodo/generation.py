@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from dodo.adapters import THETA
 from dodo.architecture import device_of
@@ -19,7 +20,7 @@ from dodo.compressor import Compressor
 from dodo.errors import InputError, WindowError
 from dodo.nuggets import Nuggets
 
-__all__ = ["generate_ids", "pad_rows"]
+__all__ = ["generate_ids", "generation_settings", "pad_rows", "until_end"]
 
 
 def generate_ids(
@@ -61,13 +62,7 @@ def generate_ids(
     nuggets = nuggets.to(device=device, dtype=base.dtype)
     _check_room(compressor.window, nuggets, real, max_new_tokens)
 
-    settings = copy.deepcopy(base.generation_config)
-    settings.update(do_sample=generation.pop("do_sample", False), max_new_tokens=max_new_tokens)
-    if not settings.do_sample:
-        settings.update(temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None)
-    generation = settings.update(**generation)  # returns what is no setting: streamers, stopping criteria, ...
-    if settings.pad_token_id is None:
-        settings.pad_token_id = pad_token_id
+    settings, generation = generation_settings(base, max_new_tokens, pad_token_id, generation)
     cache = nuggets.to_cache()
     copies = max(settings.num_beams or 1, settings.num_return_sequences or 1)
     if copies > 1:
@@ -86,7 +81,29 @@ def generate_ids(
     with torch.no_grad(), compressor.adapters.merged(THETA), windows_by_position(base):
         made: Tensor = base.generate(**inputs, generation_config=settings, **generation)
     new = made[:, 0 if input_ids is None else input_ids.shape[1] :]
-    return [_until_end(row, settings.eos_token_id) for row in new.tolist()]
+    return [until_end(row, settings.eos_token_id) for row in new.tolist()]
+
+
+def generation_settings(
+    base: Any, max_new_tokens: int, pad_token_id: int, generation: dict[str, Any]
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    """The base's generation config with what a call asks for, greedy unless it says otherwise, and what is no setting.
+
+    Args:
+        base: the language model.
+        max_new_tokens, pad_token_id, generation: see `generate_ids`.
+
+    Returns:
+        A config of this call's own; and streamers, stopping criteria, logits processors, as they were given.
+    """
+    settings: GenerationConfig = copy.deepcopy(base.generation_config)
+    settings.update(do_sample=generation.get("do_sample", False), max_new_tokens=max_new_tokens)
+    if not settings.do_sample:
+        settings.update(temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None)
+    rest: dict[str, Any] = settings.update(**generation)
+    if settings.pad_token_id is None:
+        settings.pad_token_id = pad_token_id
+    return settings, rest
 
 
 def pad_rows(rows: list[list[int]], filler: int, *, left: bool, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -112,7 +129,7 @@ def _check_room(window: int, nuggets: Nuggets, real: Tensor, new: int) -> None:
         )
 
 
-def _until_end(ids: list[int], ends: int | list[int] | None) -> list[int]:
+def until_end(ids: list[int], ends: int | list[int] | None) -> list[int]:
     """Cut at the first end token, which batched generation fills up behind."""
     stops = set(ends) if isinstance(ends, list) else {ends}
     return ids[: next((i for i, token in enumerate(ids) if token in stops), len(ids))]

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from dodo.config import CONFIG_FILE
 from dodo.errors import InputError
+from dodo.thresholds import THRESHOLDS_FILE
 
 __all__ = ["find_adapters", "is_hub_id", "upload"]
 
-_FILES = [CONFIG_FILE, "README.md", "*.safetensors", "*/adapter_config.json", "*/adapter_model.safetensors"]
+_FILES = [CONFIG_FILE, "README.md", "*.safetensors", "*/adapter_config.json", "*/adapter_model.safetensors", THRESHOLDS_FILE]
 
 
 def is_hub_id(name: str) -> bool:

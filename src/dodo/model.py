@@ -10,10 +10,11 @@ Paper: Section 2.3 in use.
 
 import copy
 import dataclasses
+import math
 import tempfile
 import threading
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, TextIteratorStreamer
 
-from dodo import adapter_files, fingerprint, hub
+from dodo import adapter_files, fingerprint, hub, streaming
 from dodo.architecture import device_of
+from dodo.autoregressive import Autoregressive
 from dodo.base import LoadedBase, load_base
 from dodo.compressor import Compressor
 from dodo.config import CONFIG_FILE, DodoConfig
@@ -30,6 +32,7 @@ from dodo.errors import DodoWarning, FingerprintMismatch, InputError
 from dodo.generation import generate_ids, pad_rows
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.prompts import question_prompt
+from dodo.thresholds import Thresholds
 
 __all__ = ["Dodo"]
 
@@ -41,6 +44,7 @@ class Dodo:
         compressor: the computation on tensors (`Compressor`).
         tokenizer: the base's.
         fingerprint: what nuggets made here are stamped with.
+        thresholds: of the scorer, for the autoregressive LM; None if they have not been estimated.
 
     Args:
         base: a loaded base model (see `load_base`), wrapped in place.
@@ -53,6 +57,7 @@ class Dodo:
         self._base = base
         self.tokenizer: PreTrainedTokenizerBase = base.tokenizer
         self.compressor = Compressor(base.model, config).eval()
+        self.thresholds: Thresholds | None = None
         self.stamp()
 
     @classmethod
@@ -312,6 +317,82 @@ class Dodo:
         ids: list[int] = self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
+    # -- autoregressive LM
+
+    def estimate_thresholds(self, texts: Iterable[str], *, feature_window: int = 512) -> Thresholds:
+        """Run the scorer on sampled texts, and keep the thresholds of many ratios. Paper: Section 2.2.
+
+        Args:
+            texts: some ten thousand tokens of the kind that is to be read; to be estimated again when the scorer has changed.
+            feature_window: tokens that each layer below the scorer looks back on.
+
+        Returns:
+            The table, which is also kept as `thresholds` and saved with the adapters.
+
+        Raises:
+            InputError: an empty text, or too few tokens.
+        """
+        lm = Autoregressive(self.compressor, threshold=-math.inf, window=1, segment=1, feature_window=feature_window)
+        scores = lm.sampled_scores(self.document_ids(text) for text in texts)
+        self.thresholds = Thresholds.estimate(scores, feature_window=feature_window)
+        return self.thresholds
+
+    def autoregressive(
+        self,
+        *,
+        ratio: float | None = None,
+        threshold: float | None = None,
+        window: int = 128,
+        segment: int = 64,
+        max_states: int | None = None,
+    ) -> Autoregressive:
+        """This model as a language model whose memory of its own text is compressed and bounded. Paper: Section 2.2.
+
+        Args:
+            ratio: tokens per nugget, about; needs `thresholds`, but for 1; or
+            threshold: Lambda, scores above which tokens are kept; neither: the configured ratio.
+            window: tau, tokens seen uncompressed before each segment.
+            segment: tokens that share the index at which the text is split.
+            max_states: tokens held at most; None: as many as the base's window holds.
+
+        Raises:
+            InputError: ratio and threshold both given, no thresholds estimated, or a setting out of range.
+        """
+        if ratio is not None and threshold is not None:
+            raise InputError("give either a ratio or a threshold, and not both")
+        known, ratio = self.thresholds, self.config.ratio if ratio is None else ratio
+        if threshold is None and ratio == 1:
+            threshold = -math.inf
+        if threshold is None:
+            if known is None:
+                raise InputError("these adapters have no thresholds yet; call estimate_thresholds(texts), or give a threshold")
+            threshold = known.at(ratio)
+        features = {} if known is None else {"feature_window": known.feature_window}
+        return Autoregressive(
+            self.compressor, threshold=threshold, window=window, segment=segment, max_states=max_states, **features
+        )
+
+    def write(self, text: str, lm: Autoregressive | None = None, *, max_new_tokens: int = 128, **generation: Any) -> str:
+        """Go on with a text of any length, in bounded memory, with transformers' own generation.
+
+        Args:
+            text: not empty; the BOS token is put in front as for documents.
+            lm: see `autoregressive`; None: with the configured ratio.
+            max_new_tokens: at most so many tokens.
+            generation: see `generate`; beams and several return sequences are refused.
+
+        Returns:
+            The new text.
+
+        Raises:
+            InputError: see `autoregressive` and `streaming.generate_ids`.
+        """
+        lm = lm or self.autoregressive()
+        new = streaming.generate_ids(
+            lm, self.document_ids(text), max_new_tokens=max_new_tokens, pad_token_id=self._pad_id, **generation
+        )
+        return str(self.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
     # -- what nuggets belong to
 
     def stamp(self) -> None:
@@ -352,12 +433,14 @@ class Dodo:
             InputError: a file is missing or does not fit.
         """
         try:
+            self.thresholds = None
             adapter_files.load(self.compressor, Path(folder))
+            self.thresholds = adapter_files.load_thresholds(Path(folder))
         finally:  # also half-loaded adapters are others than before
             self.stamp()
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None, card: str | None = None) -> None:
-        """Write adapters, scorer, soft token, the whole configuration and a model card; not the base.
+        """Write adapters, scorer, soft token, thresholds, the whole configuration and a model card; not the base.
 
         Args:
             folder: made if it is not there.
@@ -367,7 +450,7 @@ class Dodo:
         Raises:
             InputError: the folder can't be written; what was complete in it is unchanged or replaced whole.
         """
-        adapter_files.save(self.compressor, Path(folder), dtype=dtype, card=card)
+        adapter_files.save(self.compressor, Path(folder), dtype=dtype, card=card, thresholds=self.thresholds)
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload what `save_pretrained` writes. Returns the commit's address."""

@@ -21,31 +21,37 @@ __all__ = ["fused_lora", "linear_cross_entropy"]
 
 
 class _LoraProduct(Function):
-    """y = x W^T + b + scale (x A^T) B^T, with gradients to x, A and B; W and b are frozen."""
+    """y = x W^T + b + scale (share * x A^T) B^T, with gradients to x, A and B; W and b are frozen, share is 0 or 1 or None."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, share: Tensor | None
+    ) -> Tensor:
         x_NI = x.reshape(-1, x.shape[-1])
         a_RI, b_OR = a.to(x.dtype), (b * scale).to(x.dtype)
         u_NR = x_NI @ a_RI.T
+        if share is not None:
+            u_NR *= share
         y_NO = nn.functional.linear(x_NI, weight, bias)
         y_NO.addmm_(u_NR, b_OR.T)
-        ctx.save_for_backward(x_NI, weight, a_RI, b_OR, u_NR)
+        ctx.save_for_backward(x_NI, weight, a_RI, b_OR, u_NR, share)
         ctx.scale, ctx.dtypes, ctx.x_shape = scale, (a.dtype, b.dtype), x.shape
         return y_NO.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_NI, weight, a_RI, b_OR, u_NR = ctx.saved_tensors
+        x_NI, weight, a_RI, b_OR, u_NR, share = ctx.saved_tensors
         dy_NO = grad.reshape(-1, grad.shape[-1])
         du_NR = dy_NO @ b_OR
+        if share is not None:
+            du_NR *= share
         da = (du_NR.T @ x_NI).to(ctx.dtypes[0])
         db = (dy_NO.T @ u_NR).to(ctx.dtypes[1]) * ctx.scale
         dx = None
         if ctx.needs_input_grad[0]:
             dx = (dy_NO @ weight).addmm_(du_NR, a_RI).view(ctx.x_shape)
-        return dx, None, None, da, db, None
+        return dx, None, None, da, db, None, None
 
 
 @contextmanager
@@ -70,15 +76,22 @@ def _is_plain(layer: LoraLinear) -> bool:
     return plain and all(isinstance(d, nn.Identity) for d in layer.lora_dropout.values())
 
 
-def _forward_of(layer: LoraLinear) -> Any:
+def _forward_of(layer: Any) -> Any:
     base: Any = layer.get_base_layer()
 
     def forward(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        if layer.disable_adapters:
+        names = [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
+        if not names:
             return nn.functional.linear(x, base.weight, base.bias)
-        name = layer.active_adapters[0]
-        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-        y: Tensor = _LoraProduct.apply(x, base.weight, base.bias, a, b, layer.scaling[name])
+        a, b, scale, share = layer.lora_A[names[0]].weight, layer.lora_B[names[0]].weight, layer.scaling[names[0]], None
+        shares: list[Any] = [getattr(layer.lora_A[name], "share", None) for name in names]
+        if shares[0] is not None:  # each adapter for its own tokens: one product of the joined matrices
+            a = torch.cat([layer.lora_A[name].weight for name in names])
+            b = torch.cat([layer.lora_B[name].weight * layer.scaling[name] for name in names], dim=1)
+            scale = 1.0
+            share = torch.cat([s.expand(*s.shape[:-1], layer.r[n]) for s, n in zip(shares, names, strict=True)], dim=-1)
+            share = share.reshape(-1, a.shape[0])
+        y: Tensor = _LoraProduct.apply(x, base.weight, base.bias, a, b, scale, share)
         return y
 
     return forward

@@ -1,0 +1,98 @@
+"""Laws of thresholds (Eq. 8)."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from dodo.errors import InputError
+from dodo.thresholds import RATIOS, Thresholds, realised_ratio
+
+
+def _scores(n: int, *, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)) * 3 - 1
+
+
+TABLE = Thresholds.estimate(_scores(20_000), feature_window=512)
+
+
+def test_each_threshold_keeps_one_token_in_r() -> None:
+    assert TABLE.ratios == RATIOS
+    for ratio, realised in TABLE.realised(_scores(20_000)).items():
+        assert realised == pytest.approx(ratio, rel=2e-3)  # n / r rounded
+    for ratio, realised in TABLE.realised(_scores(20_000, seed=1)).items():
+        assert realised == pytest.approx(ratio, rel=0.1)
+
+
+def test_between_its_entries_a_table_gives_ratios_between() -> None:
+    for ratio in (1.7, 3.5, 7, 13.3, 33):
+        assert realised_ratio(_scores(20_000), TABLE.at(ratio)) == pytest.approx(ratio, rel=0.03)
+    assert all(TABLE.at(ratio) == value for ratio, value in zip(TABLE.ratios, TABLE.values, strict=True))
+
+
+def test_no_threshold_falls_on_a_score() -> None:
+    """So that scores computed in another order are not decided otherwise."""
+    assert not set(TABLE.values) & set(_scores(20_000).double().tolist())
+
+
+def test_ratio_one_keeps_all_and_other_ratios_are_refused() -> None:
+    assert TABLE.at(1) == -math.inf
+    for ratio in (0.5, 1.2, 41, math.nan, math.inf):
+        with pytest.raises(InputError, match=r"1\.5 to 40"):
+            TABLE.at(ratio)
+
+
+def test_nothing_kept_is_an_infinite_ratio() -> None:
+    assert realised_ratio(_scores(10), math.inf) == math.inf
+    assert realised_ratio(_scores(10), -math.inf) == 1
+
+
+def test_a_file_gives_back_the_table(tmp_path: Path) -> None:
+    (tmp_path / "thresholds.json").write_text(TABLE.to_json())
+    assert Thresholds.load(tmp_path / "thresholds.json") == TABLE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"version": None},
+        {"extra": 1},
+        {"values": [1.0]},
+        {"values": list(TABLE.values[::-1])},
+        {"values": ["a"] * len(RATIOS)},
+        {"ratios": [0.5, *RATIOS[1:]]},
+        {"tokens": 0},
+        {"feature_window": None},
+    ],
+)
+def test_a_damaged_file_is_refused(change: dict[str, object]) -> None:
+    values = json.loads(TABLE.to_json()) | change
+    with pytest.raises(InputError):
+        Thresholds.from_json(json.dumps(values))
+    with pytest.raises(InputError):
+        Thresholds.from_json(json.dumps(values)[:-9])
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="none.json"):
+        Thresholds.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("scores", [torch.tensor([]), torch.tensor([0.0, math.nan] * 50), torch.zeros(50)])
+def test_scores_that_are_too_few_or_not_finite_are_refused(scores: torch.Tensor) -> None:
+    with pytest.raises(InputError):
+        Thresholds.estimate(scores, feature_window=8)
+
+
+def test_equal_scores_keep_none_rather_than_all() -> None:
+    table = Thresholds.estimate(torch.zeros(100), feature_window=8)
+    assert set(table.realised(torch.zeros(100)).values()) == {math.inf}
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TABLE.tokens = 3  # type: ignore[misc]
