@@ -107,6 +107,57 @@ def test_empty_data_is_refused(recipe_file: Path, tmp_path: Path) -> None:
         train(load_recipe(recipe_file), tmp_path / "run", progress=False)
 
 
+def test_lengths_beyond_the_window_are_refused_before_the_first_step(recipe_file: Path, tmp_path: Path) -> None:
+    long = ["mixture.length.high=400", "mixture.length.mode=12"]
+    with pytest.raises(InputError, match=r"mixture\.length needs up to 803 positions.*window of 512"):
+        train(load_recipe(recipe_file, long), tmp_path / "run", progress=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("setting", ["running.accelerator=gpu", "running.strategy=nonsense"])
+def test_what_the_machine_can_not_run_is_named(recipe_file: Path, tmp_path: Path, setting: str) -> None:
+    with pytest.raises(InputError, match="this machine can't run"):
+        train(load_recipe(recipe_file, [setting]), tmp_path / "run", progress=False)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning import Trainer
+
+    save, saved = Trainer.save_checkpoint, []
+
+    def full(self: Trainer, path: Path, *args: Any, **kwargs: Any) -> None:
+        saved.append(path)
+        if len(saved) == 2:
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        save(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "save_checkpoint", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(load_recipe(recipe_file), tmp_path / "run", progress=False)
+    monkeypatch.undo()
+    assert torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["global_step"] == 2
+    assert train(load_recipe(recipe_file), tmp_path / "run", resume=True, progress=False).steps == 8
+
+
+def test_questions_are_held_back_by_whole_groups() -> None:
+    import numpy as np
+
+    from dodo.data.shards import Ragged, Shard
+
+    groups = np.repeat(np.arange(40), 5)
+    shard = Shard("question", Ragged(np.zeros(200, np.int64), np.arange(201)), groups=groups)
+    back = shard.held_back(0.1)
+    assert 20 <= back.sum() <= 25
+    assert all(len(set(back[groups == g])) == 1 for g in range(40))
+    assert (back == shard.held_back(0.1)).all()
+    assert set(groups[back]) != set(groups[shard.held_back(0.1, seed=1)])
+    one = Shard("question", Ragged(np.zeros(5, np.int64), np.arange(6)), groups=np.zeros(5, np.int64))
+    assert not one.held_back(0.1).any()
+
+
 def test_the_paper_schedule_warms_up_and_ends_at_its_floor() -> None:
     settings = Optimizer(warmup=10, period=110, floor=0.1)
     assert rate_at(0, settings, 500) == pytest.approx(0.1)

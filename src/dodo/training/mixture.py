@@ -3,6 +3,8 @@
 Paper: Section 4 (which objectives at what lengths); the mixture and the handover are beyond it.
 """
 
+import dataclasses
+
 import numpy as np
 
 from dodo.data.batches import Batch, Draw, Objective, QuestionSource, TextSource, draw_skewed
@@ -29,20 +31,24 @@ class BatchMaker:
         self._weights = weights / weights.sum()
 
     def __call__(self, number: int) -> Batch:
-        """Batch `number`, the same whenever it is asked for."""
-        import dataclasses
+        """Batch `number`, the same whenever it is asked for.
 
-        rng = np.random.default_rng((self.recipe.running.seed, number))
+        The batches of one step have one objective and one length: processes that work side by side take as long.
+        """
+        seed, step = self.recipe.running.seed, number // self.recipe.running.batches_per_step
+        shared, rng = np.random.default_rng((seed, step, 3)), np.random.default_rng((seed, number))
         mixture, tokens = self.recipe.mixture, self.recipe.running.tokens
-        objective = _OBJECTIVES[int(rng.choice(len(_OBJECTIVES), p=self._weights))]
-        ratio = round(draw_skewed(self._ratio_range(number // self.recipe.running.batches_per_step), rng), 2)
+        objective = _OBJECTIVES[int(shared.choice(len(_OBJECTIVES), p=self._weights))]
+        ratio = round(draw_skewed(self._ratio_range(step), rng), 2)
         if objective == "question":
             assert self.questions is not None
-            batch = self.questions.batch(tokens, mixture.questions_per_document, ratio, rng)
+            near = int(shared.integers(len(self.questions))) + int(rng.integers(-100, 101))  # others of about that length
+            at = min(max(near, 0), len(self.questions) - 1)
+            batch = self.questions.batch(tokens, mixture.questions_per_document, ratio, rng, at=at)
         else:
             assert self.text is not None
             drawn = mixture.length if objective == "autoencoding" else mixture.context
-            length = min(round(draw_skewed(drawn, rng)), self.text.longest)
+            length = min(round(draw_skewed(drawn, shared)), self.text.longest)
             count = max(1, round(tokens / length))
             if objective == "autoencoding":
                 batch = self.text.autoencoding(count, length, ratio, rng)

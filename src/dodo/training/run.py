@@ -85,10 +85,12 @@ def train(
         NanLossError: see there.
     """
     from lightning import Trainer
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.loggers import TensorBoardLogger
 
     checkpoint = _claim(folder, recipe, resume=resume)
     dodo = dodo or load_for_training(recipe)
+    _check_window(recipe, dodo.compressor.window)
     running = recipe.running
     text, questions, validation = _sources(recipe, dodo, folder)
     module = TrainingModule(dodo, recipe, folder)
@@ -100,23 +102,27 @@ def train(
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-        trainer = Trainer(
-            accelerator=running.accelerator,
-            devices=running.devices,
-            strategy=_strategy(running.strategy),
-            max_steps=running.steps,
-            max_epochs=-1,
-            max_time=None if max_minutes is None else timedelta(minutes=max_minutes),
-            accumulate_grad_batches=running.accumulate,
-            gradient_clip_val=recipe.optimizer.clip,
-            callbacks=callbacks,
-            logger=TensorBoardLogger(str(folder), name="tensorboard", version=""),
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            log_every_n_steps=1,
-            limit_val_batches=0,
-        )
+        try:
+            trainer = Trainer(
+                accelerator=running.accelerator,
+                devices=running.devices,
+                strategy=_strategy(running.strategy),
+                max_steps=running.steps,
+                max_epochs=-1,
+                max_time=None if max_minutes is None else timedelta(minutes=max_minutes),
+                accumulate_grad_batches=running.accumulate,
+                gradient_clip_val=recipe.optimizer.clip,
+                callbacks=callbacks,
+                logger=TensorBoardLogger(str(folder), name="tensorboard", version=""),
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                log_every_n_steps=1,
+                limit_val_batches=0,
+            )
+        except (MisconfigurationException, RuntimeError, ImportError, ValueError) as error:
+            wanted = f"accelerator={running.accelerator}, devices={running.devices}, strategy={running.strategy}"
+            raise InputError(f"this machine can't run {wanted}: {str(error).strip().splitlines()[0]}") from None
         done = 0
         if checkpoint is not None:
             done = int(torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"])
@@ -154,6 +160,20 @@ def load_for_training(recipe: Recipe) -> Dodo:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return dodo
+
+
+def _check_window(recipe: Recipe, window: int) -> None:
+    """Refuse lengths that the base has no positions for, before the first step."""
+    mixture = recipe.mixture
+    needed = {
+        "mixture.length": 2 * mixture.length.high + 3 if mixture.autoencoding else 0,  # the text, and the text again
+        "mixture.context and following": mixture.context.high + mixture.following + 1
+        if mixture.continuation or mixture.distillation
+        else 0,
+    }
+    for name, tokens in needed.items():
+        if tokens > window:
+            raise InputError(f"{name} needs up to {tokens:,.0f} positions, but {recipe.base} has a window of {window:,}")
 
 
 def _texts_alone(recipe: Recipe, text: TextSource | None) -> list[Batch]:

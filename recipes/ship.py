@@ -1,0 +1,160 @@
+"""Put the adapters of finished runs where the package ships them from, with their card and the log of their training.
+
+    python recipes/ship.py runs/smollm2-135m runs/smollm2-135m-answers --results 'results/*-smollm2-135m-*.json'
+
+The last run's `last/` ships; the runs before it are what it started from. Results must belong to the adapters that ship.
+"""
+
+import argparse
+import csv
+import glob
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from dodo import Dodo
+from dodo.adapter_files import SHIPPED
+
+LIMIT = 25_000_000
+EVERY = 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--alias", default="smollm2-135m")
+    parser.add_argument("--results", default="", help="pattern of records made with these adapters")
+    parser.add_argument("--hardware", required=True, help="what the runs were on")
+    given = parser.parse_args()
+
+    adapters = given.runs[-1] / "last"
+    dodo = Dodo.from_pretrained(adapters)
+    records = [json.loads(Path(path).read_text(encoding="utf-8")) for path in sorted(glob.glob(given.results))]
+    for record in records:
+        made_with = record["settings"]["adapter fingerprint"]
+        if made_with != dodo.fingerprint.adapter and record["settings"]["method"] in ("dodo", "stride", "random"):
+            raise SystemExit(f"{record['name']} was measured with adapters {made_with}, not {dodo.fingerprint.adapter}")
+    target = SHIPPED / given.alias
+    with tempfile.TemporaryDirectory(dir=SHIPPED.parent) as scratch:
+        made = Path(scratch) / given.alias
+        shutil.copytree(adapters, made, ignore=shutil.ignore_patterns("recipe.yaml"))
+        for run in given.runs:
+            shutil.copy(run / "recipe.yaml", made / f"recipe-{run.name}.yaml")
+        _write_log(given.runs, made / "training.csv")
+        (made / "README.md").write_text(_card(dodo, given.runs, records, given.hardware), encoding="utf-8")
+        size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
+        if size > LIMIT:
+            raise SystemExit(f"{size:,} bytes are more than the {LIMIT:,} that may ship")
+        shutil.rmtree(target, ignore_errors=True)
+        target.parent.mkdir(exist_ok=True)
+        made.rename(target)
+    print(f"{target}: {size:,} bytes, adapter {dodo.fingerprint.adapter}")
+
+
+def _rows(run: Path, name: str) -> list[tuple[int, str, float]]:
+    with open(run / f"{name}.csv", encoding="utf-8") as file:
+        return [(int(row["step"]), row["name"], float(row["value"])) for row in csv.DictReader(file)]
+
+
+def _write_log(runs: list[Path], out: Path) -> None:
+    """Training's and validation's values of all runs, every so many steps."""
+    with open(out, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["run", "step", "name", "value"])
+        for run in runs:
+            rows = [row for row in _rows(run, "train") if row[0] % EVERY == 0]
+            rows += [(step, f"validation/{name}", value) for step, name, value in _rows(run, "validation")]
+            writer.writerows((run.name, step, name, f"{value:.6g}") for step, name, value in sorted(rows))
+
+
+def _card(dodo: Dodo, runs: list[Path], records: list[dict], hardware: str) -> str:
+    config = dodo.config
+    low, high = config.trained_ratios or (1, 1)
+    steps = [max(step for step, _, _ in _rows(run, "train")) for run in runs]
+    tokens = [max(value for _, name, value in _rows(run, "train") if name == "tokens") for run in runs]
+    lines = [
+        f"# Dodo adapters for {config.base}",
+        "",
+        "LoRA adapters phi (encoder) and theta (decoder), scorer and soft token: they compress a text into nuggets, rebuild it",
+        "from them, and answer questions about it (Qin et al., Dodo: Dynamic Contextual Compression for Decoder-only LMs).",
+        "",
+        f"- base: {config.base}, weights {config.base_fingerprint}; adapter {dodo.fingerprint.adapter}",
+        f"- LoRA rank {config.encoder.rank} on {config.encoder.targets}",
+        f"- selection: {config.selection}; positions: {config.positions}",
+        f"- ratios drawn in training: {low:g} to {high:g}",
+        f"- trained on {hardware}",
+        "- texts: documents whose licence permits commercial use (Wikipedia, books, code, web), and SQuAD v1.1 train (CC BY-SA 4.0)",
+        "- not trained on any evaluation set",
+        "- `training.csv` is the log, `recipe-*.yaml` are the recipes as they ran",
+        "",
+        "| run | steps | document tokens |",
+        "| --- | ---: | ---: |",
+        *(f"| {run.name} | {step:,} | {int(count):,} |" for run, step, count in zip(runs, steps, tokens, strict=True)),
+        "",
+        "Made by",
+        "",
+        "```sh",
+        *(f"dodo train recipes/{run.name}.yaml --out runs/{run.name}" for run in runs),
+        "```",
+        "",
+        "## Curve",
+        "",
+        "Validation loss in nats per token (teacher-forced), held-out texts, selection by the scorer.",
+        "",
+        *_curve(runs),
+        "",
+    ]
+    if records:
+        lines += [
+            "## Measured",
+            "",
+            "Greedy decoding, texts not trained on; the records are in results/.",
+            "",
+            *_measured(records),
+            "",
+        ]
+    lines += [
+        "## Limits",
+        "",
+        "A small base, trained briefly: rebuilt texts lose names, numbers and dates first, more at high ratios and in long texts.",
+        "English prose, some code. Whatever the base gets wrong with the whole text in view, it gets wrong here too.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _curve(runs: list[Path]) -> list[str]:
+    found = {(run.name, step): {} for run in runs for step, _, _ in _rows(run, "validation")}
+    for run in runs:
+        for step, name, value in _rows(run, "validation"):
+            found[run.name, step][name] = value
+    names = [n for n in next(iter(found.values())) if (n.startswith("loss/") and n.endswith("/scorer")) or n.startswith("bleu/")]
+    shown = [name.removesuffix("/scorer").replace("loss/", "") for name in names]
+    lines = [f"| run | step | {' | '.join(shown)} |", f"| --- | ---: |{' ---: |' * len(names)}"]
+    for (run, step), values in found.items():
+        lines.append(f"| {run} | {step:,} | {' | '.join(f'{values[n]:.3g}' if n in values else '' for n in names)} |")
+    return lines
+
+
+def _measured(records: list[dict]) -> list[str]:
+    lines = [
+        "| task | group | method | ratio | n | | standard error | commit |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for record in records:
+        settings = record["settings"]
+        for group, values in record["measured"].items():
+            if settings["task"] == "squad":
+                score, error = f"accuracy {values['accuracy']:.3f}", f"{values['standard error']:.3f}"
+            else:
+                score, error = (
+                    f"BLEU {values['bleu']:.1f}",
+                    "" if values["bleu standard error"] is None else f"{values['bleu standard error']:.1f}",
+                )
+            where = f"{settings['task']} | {group} | {settings['method']} | {settings['ratio']:g}"
+            lines.append(f"| {where} | {values['n']} | {score} | {error} | {str(record['commit'])[:12]} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
