@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +142,24 @@ def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(
     monkeypatch.undo()
     assert torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["global_step"] == 2
     assert train(load_recipe(recipe_file), tmp_path / "run", resume=True, progress=False).steps == 8
+
+
+def test_a_run_that_is_told_to_stop_can_go_on(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = TrainingModule.training_step
+
+    def told(self: TrainingModule, batch: Batch, index: int) -> torch.Tensor:
+        if batch.number == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, index)
+
+    monkeypatch.setattr(TrainingModule, "training_step", told)
+    before = signal.getsignal(signal.SIGTERM)
+    stopped = train(load_recipe(recipe_file), tmp_path / "run", progress=False)
+    assert (stopped.steps, stopped.finished) == (5, False)
+    assert signal.getsignal(signal.SIGTERM) == before
+    monkeypatch.undo()
+    done = train(load_recipe(recipe_file), tmp_path / "run", resume=True, progress=False)
+    assert (done.steps, done.finished) == (8, True)
 
 
 def test_questions_are_held_back_by_whole_groups() -> None:

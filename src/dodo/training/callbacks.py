@@ -3,7 +3,9 @@
 import csv
 import math
 import os
+import signal
 import sys
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -135,18 +137,35 @@ class Validation(_EachStep):
 
 
 class Checkpoints(_EachStep):
-    """`last.ckpt` every so many steps, whole; adapters in `best/` after the best validation and `last/` at the end."""
+    """`last.ckpt` every so many steps, whole; adapters in `best/` after the best validation and `last/` at the end.
+
+    SIGTERM, sent to any process of the run, ends it after the step at hand, resumably.
+    """
 
     def __init__(self, folder: Path, *, every: int, best: Validation) -> None:
         self._folder, self._every, self._best = folder, every, best
+        self._told_to_stop = False
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        super().on_train_start(trainer, module)
+        self._before: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._stop)
+
+    def _stop(self, *_: Any) -> None:
+        self._told_to_stop = True
 
     def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
+        if trainer.strategy.reduce_boolean_decision(self._told_to_stop, all=False):
+            trainer.should_stop = True
         if step % self._every == 0:
             self._save(trainer)
         if self._best.improved and trainer.is_global_zero:
             module.save_adapters(self._folder / "best")
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
         self._save(trainer)
         if trainer.is_global_zero:
             module.save_adapters(self._folder / "last")

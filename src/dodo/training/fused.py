@@ -1,12 +1,15 @@
-"""Faster training arithmetic with the same numbers: LoRA in one autograd node, and cross-entropy without stored logits.
+"""Faster training arithmetic with the same numbers: LoRA in one autograd node, attention without stored weights, and
+cross-entropy without stored logits.
 
-On a CPU most of a naive step is memory traffic: LoRA's scaled sum makes two more passes over every activation, and logits
-over a large vocabulary are read and written many times in fp32. Both functions here run in the input's dtype (bf16 where the
-processor has it) while the trained parameters stay fp32.
+On a CPU most of a naive step is memory traffic: LoRA's scaled sum makes two more passes over every activation, attention
+weights are kept for the backward pass, masked ones too, and logits over a large vocabulary are read and written many times in
+fp32. All functions here run in the input's dtype (bf16 where the processor has it) while the trained parameters stay fp32.
 
-Shapes: N tokens, I inputs, O outputs, R rank, D width, V vocabulary.
+Shapes: N tokens, I inputs, O outputs, R rank, D width, V vocabulary; in attention B texts, G key/value heads, H query heads of
+each, Q queries, S keys, D head width.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +19,8 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 __all__ = ["fused_lora", "linear_cross_entropy"]
 
@@ -56,18 +61,26 @@ class _LoraProduct(Function):
 
 @contextmanager
 def fused_lora(module: nn.Module) -> Iterator[None]:
-    """Within it, PEFT's plain LoRA linears of `module` compute in one autograd node.
+    """Within it, PEFT's plain LoRA linears of `module` compute in one autograd node each, and on a CPU its attention, too.
 
-    Layers of any other kind (quantised, with dropout, DoRA) are left as they are.
+    Layers of any other kind (quantised, with dropout, DoRA; attention with capped logits) are left as they are.
     """
     layers: list[Any] = [m for m in module.modules() if isinstance(m, LoraLinear) and _is_plain(m)]
-    for layer in layers:
-        layer.forward = _forward_of(layer)  # on the instance: PEFT itself is not patched
+    attentions: list[Any] = [m for m in module.modules() if _is_plain_attention(m)]
+    configs = [attention.config for attention in attentions]
+    AttentionInterface.register(_BLOCKWISE, _attention)
     try:
+        for layer in layers:
+            layer.forward = _forward_of(layer)  # on the instance: PEFT itself is not patched
+        for attention in attentions:
+            attention.config = copy.copy(attention.config)  # its own: the model still makes the masks of its backend
+            attention.config._attn_implementation = _BLOCKWISE
         yield
     finally:
         for layer in layers:
             del layer.forward
+        for attention, config in zip(attentions, configs, strict=True):
+            attention.config = config
 
 
 def _is_plain(layer: LoraLinear) -> bool:
@@ -95,6 +108,108 @@ def _forward_of(layer: Any) -> Any:
         return y
 
     return forward
+
+
+_BLOCKWISE = "dodo-blockwise"
+
+
+def _is_plain_attention(module: Any) -> bool:
+    config = getattr(module, "config", None)
+    if config is None or not hasattr(module, "num_key_value_groups"):
+        return False
+    return config._attn_implementation in ("sdpa", "eager") and getattr(config, "attn_logit_softcapping", None) is None
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it; [B, Q, G H, D] is returned."""
+    mask = attention_mask
+    if query.device.type != "cpu" or dropout or (mask is not None and (mask.ndim != 4 or mask.shape[1] != 1)):
+        out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+        return out, None
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    out = _Attention.apply(query, key, value, mask, scaling)
+    return out, None
+
+
+class _Attention(Function):
+    """softmax(scale Q K^T + mask) V; weights exist for one block of queries at a time, and are made again in the backward pass.
+
+    Keys behind the last one that a block's queries see are left out. The mask's gradient is that of the logits, summed over
+    heads; through the straight-through term in its columns it trains the scorer (Paper: Eq. 18).
+    """
+
+    BLOCK = 128
+    """Queries; few enough that a block's weights stay in the cache of a core."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        B, G, S, D = key.shape
+        H, Q = query.shape[1] // G, query.shape[2]
+        q = query.reshape(B, G, H, Q, D).transpose(2, 3).reshape(B * G, Q * H, D)  # rows of one query are neighbours
+        k, v = key.reshape(B * G, S, D), value.reshape(B * G, S, D)
+        ctx.shape, ctx.scale, ctx.blocks = (B, G, H, Q, S, D), scale, _blocks(mask, Q, S)
+        out = torch.empty_like(q)
+        for begin, end, seen in ctx.blocks:
+            rows = slice(begin * H, end * H)
+            weights = _weights(ctx, q[:, rows], k[:, :seen], mask, begin, end)
+            torch.bmm(weights, v[:, :seen], out=out[:, rows])
+        ctx.save_for_backward(q, k, v, mask)
+        return out.view(B, G, Q, H, D).transpose(1, 2).reshape(B, Q, G * H, D)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask = ctx.saved_tensors
+        B, G, H, Q, S, D = ctx.shape
+        dout = grad.reshape(B, Q, G, H, D).transpose(1, 2).reshape(B * G, Q * H, D)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dmask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
+        for begin, end, seen in ctx.blocks:
+            rows = slice(begin * H, end * H)
+            weights = _weights(ctx, q[:, rows], k[:, :seen], mask, begin, end)
+            dv[:, :seen].baddbmm_(weights.mT, dout[:, rows])
+            dweights = dout[:, rows] @ v[:, :seen].mT
+            dlogits = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
+            torch.bmm(dlogits, k[:, :seen], out=dq[:, rows])
+            dk[:, :seen].baddbmm_(dlogits.mT, q[:, rows], alpha=ctx.scale)
+            if dmask is not None:
+                each = dlogits.view(B, G, end - begin, H, seen).sum((1, 3))
+                dmask[:, 0, begin:end, :seen] = each.sum_to_size(len(dmask), *each.shape[1:])
+        dquery = dq.mul_(ctx.scale).view(B, G, Q, H, D).transpose(2, 3).reshape(B, G * H, Q, D)
+        return dquery, dk.view(B, G, S, D), dv.view(B, G, S, D), dmask, None
+
+
+def _blocks(mask: Tensor | None, Q: int, S: int) -> list[tuple[int, int, int]]:
+    """First and last (exclusive) query of each block, and how many keys from the first on they see."""
+    ends = [(begin, min(begin + _Attention.BLOCK, Q)) for begin in range(0, Q, _Attention.BLOCK)]
+    if mask is None:
+        return [(begin, end, S - Q + end) for begin, end in ends]
+    visible = (mask > torch.finfo(mask.dtype).min / 2).flatten(0, 1).any(0)
+    seen = (visible * torch.arange(1, S + 1)).amax(-1).clamp_min(1)
+    return [(begin, end, int(seen[begin:end].max())) for begin, end in ends]
+
+
+def _weights(ctx: Any, q: Tensor, k: Tensor, mask: Tensor | None, begin: int, end: int) -> Tensor:
+    """[B G, rows, keys] of a block. Without a mask, each query sees all but the queries after it."""
+    B, G, H, *_ = ctx.shape
+    queries, seen = end - begin, k.shape[1]
+    if mask is None:
+        bias = q.new_full((1, queries, seen), -torch.inf).triu_(seen - queries + 1)
+    else:
+        bias = mask[:, 0, begin:end, :seen]
+    logits = bias[:, None, :, None].expand(B, G, queries, H, seen).clone(memory_format=torch.contiguous_format)
+    logits = logits.view(q.shape[0], -1, seen).baddbmm_(q, k.mT, alpha=ctx.scale)
+    return logits.softmax(-1)
 
 
 class _LinearCrossEntropy(Function):
