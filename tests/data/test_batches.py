@@ -39,6 +39,20 @@ def test_parquet_and_text_are_read(tmp_path):
     assert next(read_records(str(tmp_path / "one.txt")))["text"] == "a text"
 
 
+def test_a_dataset_is_streamed_by_its_name_and_split(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for split in ("train", "validation"):
+        rows = [{"text": f"{split} {i}"} for i in range(3)]
+        (tmp_path / "corpus" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    name = f"hf:{tmp_path / 'corpus'}"
+    assert [r["text"] for r in read_records(name)] == ["train 0", "train 1", "train 2"]
+    assert [r["text"] for r in read_records(f"{name}@validation")][:1] == ["validation 0"]
+    with pytest.raises(InputError, match=r"hf:.*@nothing"):
+        list(read_records(f"{name}@nothing"))
+    with pytest.raises(InputError, match=r"hf:.*nowhere"):
+        list(read_records(f"hf:{tmp_path / 'nowhere'}"))
+
+
 def test_what_cannot_be_read_is_named(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nnot json\n', encoding="utf-8")
     with pytest.raises(InputError, match="bad.jsonl, line 2"):

@@ -103,6 +103,9 @@ def _read_hub(name: str) -> Iterator[Record]:
         from datasets import load_dataset
     except ImportError:
         raise InputError(f"hf:{name}: reading from the hub needs datasets: pip install datasets") from None
-    name, _, split = name.partition("@")
-    identifier, _, config = name.partition(":")
-    yield from load_dataset(identifier, config or None, split=split or "train", streaming=True)
+    named, _, split = name.partition("@")
+    identifier, _, config = named.partition(":")
+    try:
+        yield from load_dataset(identifier, config or None, split=split or "train", streaming=True)
+    except (OSError, ValueError) as error:  # datasets' and the hub's own are among them
+        raise InputError(f"hf:{name} can't be read: {str(error).strip().splitlines()[0]}") from None
