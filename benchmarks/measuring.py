@@ -42,7 +42,9 @@ def peak_memory(code: str) -> int:
 def process_memory() -> dict[str, int]:
     """VmRSS and VmHWM of this process: bytes resident now, and at most so far. Linux."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return {name: 1024 * int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in lines) if name in ("VmRSS", "VmHWM")}
+    return {
+        name: 1024 * int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in lines) if name in ("VmRSS", "VmHWM")
+    }
 
 
 def seconds_of_command(*command: str, rounds: int = 7) -> float:

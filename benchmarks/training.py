@@ -15,12 +15,10 @@ same text and adapter. Memory is that of a fresh process for each way. Writes re
 
 import argparse
 import copy
-import dataclasses
 import json
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -35,8 +33,10 @@ from torch import Tensor, nn
 warnings.simplefilter("ignore")
 
 BASE, TOKENS, RATIO, RANK, ROUNDS = "smollm2-135m", 512, 5.0, 16, 5
-TOLERANCES = {"float32": (1e-4, 1e-2), "bfloat16": (1e-2, 1e-1)}
-"""Of losses and of gradient norms, relative."""
+TOLERANCES = {"float32": (1e-4, 1e-2), "bfloat16": (1e-2, 0.5)}
+"""Of losses and of gradient norms, relative. In bf16 rounding alone changes the gradients of random adapters by as much."""
+SCORING = "features and scores"
+PARTS = ("linear layers of the base", "LoRA", "attention", "head and loss", "elementwise and the rest", SCORING)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory-of", nargs=3, metavar=("WAY", "DTYPE", "FOLDER"), help=argparse.SUPPRESS)
     if given := parser.parse_args().memory_of:
-        print(json.dumps(_memory_here(*given)))
+        way, dtype, folder = given
+        print(_memory_here(way, dtype, Path(folder)))
         return
     dtypes = ["float32"] + ["bfloat16"] * torch.cpu._is_amx_tile_supported()
     measured: dict[str, Any] = {}
@@ -87,7 +88,11 @@ def main() -> None:
             "objective": "autoencoding",
             "document tokens": TOKENS,
             "ratio": RATIO,
-            "attention": "sdpa, but for the authors' way",
+            "step": "forward and backward, no optimiser",
+            "ours": "batch_loss within fused_lora, sdpa",
+            "authors'": "attention weights written out, copied feature layers, whole cache and logits, plain PEFT",
+            "LoRA": "plain PEFT and transformers' loss on the document, sdpa",
+            "peak memory": "VmHWM of a fresh process that takes two steps",
         },
     )
     page = write_page()
@@ -101,20 +106,23 @@ def _measure(dtype: str, folder: Path) -> dict[str, Any]:
     seconds = side_by_side({name: way.step for name, way in ways.items()}, rounds=ROUNDS)
     shares = _where_time_goes(ways["ours"])
     del ways
-    memory = {name: _memory(name, dtype, folder) for name in WAYS}
-    table: dict[str, Any] = {}
+    base = _memory("base", dtype, folder)
+    peak = {name: _memory(name, dtype, folder) for name in WAYS}
+    table: dict[str, Any] = {"memory with the base loaded, bytes": base}
     for name in WAYS:
-        table[f"{name}: s per step"] = seconds[name]
-        table[f"{name}: document tokens/s"] = TOKENS / seconds[name]
-        table[f"{name}: peak memory of the process, bytes"] = memory[name]["peak"]
-        table[f"{name}: peak above the loaded base, bytes"] = memory[name]["peak"] - memory[name]["base"]
-        table[f"{name}: loss"] = losses[name]
-    ours, theirs = memory["ours"], memory["authors'"]
+        table |= {
+            f"{name}: s per step": seconds[name],
+            f"{name}: document tokens/s": TOKENS / seconds[name],
+            f"{name}: peak memory of the process, bytes": peak[name],
+            f"{name}: peak memory above the loaded base, bytes": peak[name] - base,
+            f"{name}: loss, nats per token": losses[name],
+        }
+    theirs = "authors'"
     table |= {
-        "ours / authors': tokens/s": seconds["authors'"] / seconds["ours"],
-        "ours / authors': peak memory of the process": ours["peak"] / theirs["peak"],
-        "ours / authors': peak above the loaded base": (ours["peak"] - ours["base"]) / (theirs["peak"] - theirs["base"]),
-        "ours / LoRA: seconds": seconds["ours"] / seconds["LoRA"],
+        "ours / authors': tokens/s": seconds[theirs] / seconds["ours"],
+        "ours / authors': peak memory of the process": peak["ours"] / peak[theirs],
+        "ours / authors': peak memory above the loaded base": (peak["ours"] - base) / (peak[theirs] - base),
+        "ours / LoRA: s per step": seconds["ours"] / seconds["LoRA"],
     }
     return {dtype: table, f"{dtype}: where our time goes, share": shares}
 
@@ -127,7 +135,13 @@ def _ours(dtype: str, folder: Path) -> Way:
     from dodo.training.objectives import batch_loss
 
     compressor = _dodo(dtype, folder).compressor
-    batch = _batch(folder)
+    batch, score = _batch(folder), compressor.score
+
+    def marked(ids: Tensor) -> Tensor:
+        with torch.profiler.record_function(SCORING):
+            return score(ids)
+
+    compressor.score = marked
     groups = {
         "phi": compressor.adapters.parameters("phi"),
         "theta": compressor.adapters.parameters("theta"),
@@ -248,15 +262,33 @@ def _write_adapters(folder: Path) -> None:
 
     lora = LoraSettings(rank=RANK, alpha=2 * RANK, targets="all-linear")
     dodo = Dodo.from_pretrained(BASE, config=DodoConfig(ratio=RATIO, keep_first=False, encoder=lora, decoder=lora))
+    text = (ROOT / "examples" / "harbour-clock.txt").read_text(encoding="utf-8")
+    ids = dodo.document_ids(text)[:TOKENS]
+    assert len(ids) == TOKENS
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in dodo.compressor.adapters.parameters():
             parameter.normal_(std=0.01)
+        dodo.compressor.scorer.load_state_dict(_decided_scorer(dodo.compressor, torch.tensor([ids])).state_dict())
     dodo.save_pretrained(folder)
-    text = (ROOT / "examples" / "harbour-clock.txt").read_text(encoding="utf-8")
-    ids = dodo.document_ids(text)[:TOKENS]
-    assert len(ids) == TOKENS
     (folder / "text.json").write_text(json.dumps({"ids": ids, "eos": dodo.tokenizer.eos_token_id}))
+
+
+def _decided_scorer(compressor: Any, ids: Tensor) -> nn.Module:
+    """Of some random scorers the one that parts selected tokens from others most clearly, so that rounding does not choose."""
+    from dodo.architecture import FeatureLayers
+    from dodo.scorer import Scorer
+    from dodo.selection import count_nuggets
+
+    with compressor.adapters.use(None):
+        features = FeatureLayers(compressor.base, compressor.config.feature_layer)(ids)[0, :-1]  # the last is always selected
+    k = count_nuggets(TOKENS, ratio=RATIO) - 1
+
+    def gap(scorer: nn.Module) -> float:
+        scores = scorer(features).sort(descending=True).values
+        return float((scores[k - 1] - scores[k]) / scores.std())
+
+    return max((Scorer(features.shape[-1], seed=seed) for seed in range(100)), key=gap)
 
 
 def _batch(folder: Path) -> Any:
@@ -318,7 +350,40 @@ def _lora_loss_by_our_arithmetic(dtype: str, folder: Path) -> float:
         return float(linear_cross_entropy(states, head, ids[0, 1:], weights)[0])
 
 
-# -- memory and time
+# -- where time goes
+
+
+def _where_time_goes(way: Way) -> dict[str, float]:
+    """Shares of one step's processor time, by what each operation and those that called it are named, and by sizes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        way.step()
+    spent = dict.fromkeys(PARTS, 0.0)
+    for event in profiler.events():
+        spent[_part(event)] += event.self_cpu_time_total
+    return {part: time / sum(spent.values()) for part, time in spent.items()}
+
+
+def _part(event: Any) -> str:
+    names, caller = event.name, event.cpu_parent
+    while caller is not None:
+        names, caller = f"{names} {caller.name}", caller.cpu_parent
+    products = event.name in ("aten::mm", "aten::addmm", "aten::addmm_")
+    thin = any(RANK in shape for shape in event.input_shapes or ())
+    linear, lora, attention, head, rest, scoring = PARTS
+    if SCORING in names:
+        return scoring
+    if "CrossEntropy" in names:
+        return head
+    if "_Attention" in names or "attention" in names:
+        return attention
+    if products and not thin:
+        return linear
+    return lora if products or "_LoraProduct" in names else rest
+
+
+# -- memory
 
 
 def _memory(name: str, dtype: str, folder: Path) -> int:
@@ -342,3 +407,7 @@ def _memory_here(name: str, dtype: str, folder: Path) -> int:
     for parameter in base.parameters():
         parameter.sum()  # so that mapped files count
     return process_memory()["VmRSS"]
+
+
+if __name__ == "__main__":
+    main()

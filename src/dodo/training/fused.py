@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
+from transformers.activations import SiLUActivation
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 __all__ = ["fused_lora", "linear_cross_entropy"]
@@ -52,7 +53,7 @@ class _LoraProduct(Function):
         if share is not None:
             du_NR *= share
         da = (du_NR.T @ x_NI).to(ctx.dtypes[0])
-        db = (dy_NO.T @ u_NR).to(ctx.dtypes[1]) * ctx.scale
+        db = (u_NR.T @ dy_NO).T.to(ctx.dtypes[1]) * ctx.scale
         dx = None
         if ctx.needs_input_grad[0]:
             dx = (dy_NO @ weight).addmm_(du_NR, a_RI).view(ctx.x_shape)
@@ -61,26 +62,38 @@ class _LoraProduct(Function):
 
 @contextmanager
 def fused_lora(module: nn.Module) -> Iterator[None]:
-    """Within it, PEFT's plain LoRA linears of `module` compute in one autograd node each, and on a CPU its attention, too.
+    """Within it, plain LoRA linears, RMS norms and gated activations of `module` compute in one autograd node each, and so
+    does attention on a CPU.
 
-    Layers of any other kind (quantised, with dropout, DoRA; attention with capped logits) are left as they are.
+    Layers of any other kind (quantised, with dropout, DoRA, attention with capped logits) are left as they are.
     """
-    layers: list[Any] = [m for m in module.modules() if isinstance(m, LoraLinear) and _is_plain(m)]
+    forwards = [(m, forward) for m in module.modules() if (forward := _fused_forward(m)) is not None]
     attentions: list[Any] = [m for m in module.modules() if _is_plain_attention(m)]
     configs = [attention.config for attention in attentions]
     AttentionInterface.register(_BLOCKWISE, _attention)
     try:
-        for layer in layers:
-            layer.forward = _forward_of(layer)  # on the instance: PEFT itself is not patched
+        for layer, forward in forwards:
+            layer.forward = forward  # on the instance: no class is patched
         for attention in attentions:
             attention.config = copy.copy(attention.config)  # its own: the model still makes the masks of its backend
             attention.config._attn_implementation = _BLOCKWISE
         yield
     finally:
-        for layer in layers:
+        for layer, _ in forwards:
             del layer.forward
         for attention, config in zip(attentions, configs, strict=True):
             attention.config = config
+
+
+def _fused_forward(module: Any) -> Any:
+    """What takes the place of a module's own forward, or None."""
+    if isinstance(module, LoraLinear) and _is_plain(module):
+        return _forward_of(module)
+    if hasattr(module, "variance_epsilon") and not module.weight.requires_grad:  # so it is called where the norm is Llama's
+        return lambda x: _RmsNorm.apply(x, module.weight, module.variance_epsilon)
+    if hasattr(module, "gate_proj") and isinstance(module.act_fn, nn.SiLU | SiLUActivation):
+        return lambda x: module.down_proj(_GatedSilu.apply(module.gate_proj(x), module.up_proj(x)))
+    return None
 
 
 def _is_plain(layer: LoraLinear) -> bool:
@@ -108,6 +121,40 @@ def _forward_of(layer: Any) -> Any:
         return y
 
     return forward
+
+
+class _RmsNorm(Function):
+    """y = w x / rms(x), with the gradient to x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
+        over = square.div_(x.shape[-1]).add_(eps).rsqrt_()  # 1 / rms
+        ctx.save_for_backward(x, weight, over)
+        return (x.float() * over).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, over = ctx.saved_tensors
+        dy, x32 = (grad * weight).float(), x.float()
+        along = (dy * x32).sum(-1, keepdim=True).mul_(over.square().div_(-x.shape[-1]))
+        return torch.addcmul(dy, x32, along).mul_(over).to(x.dtype), None, None
+
+
+class _GatedSilu(Function):
+    """y = silu(gate) up; silu is made again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), nn.functional.silu(gate).mul_(grad)
 
 
 _BLOCKWISE = "dodo-blockwise"
@@ -191,22 +238,25 @@ class _Attention(Function):
 
 def _blocks(mask: Tensor | None, Q: int, S: int) -> list[tuple[int, int, int]]:
     """First and last (exclusive) query of each block, and how many keys from the first on they see."""
+
+    def seen(begin: int, end: int) -> int:
+        if mask is None:
+            return S - Q + end
+        visible = (mask[:, 0, begin:end].amax((0, 1)) > torch.finfo(mask.dtype).min / 2).nonzero()
+        return int(visible[-1]) + 1 if len(visible) else 1
+
     ends = [(begin, min(begin + _Attention.BLOCK, Q)) for begin in range(0, Q, _Attention.BLOCK)]
-    if mask is None:
-        return [(begin, end, S - Q + end) for begin, end in ends]
-    visible = (mask > torch.finfo(mask.dtype).min / 2).flatten(0, 1).any(0)
-    seen = (visible * torch.arange(1, S + 1)).amax(-1).clamp_min(1)
-    return [(begin, end, int(seen[begin:end].max())) for begin, end in ends]
+    return [(begin, end, seen(begin, end)) for begin, end in ends]
 
 
 def _weights(ctx: Any, q: Tensor, k: Tensor, mask: Tensor | None, begin: int, end: int) -> Tensor:
     """[B G, rows, keys] of a block. Without a mask, each query sees all but the queries after it."""
     B, G, H, *_ = ctx.shape
     queries, seen = end - begin, k.shape[1]
-    if mask is None:
-        bias = q.new_full((1, queries, seen), -torch.inf).triu_(seen - queries + 1)
-    else:
+    if mask is not None:
         bias = mask[:, 0, begin:end, :seen]
+    else:  # -inf above the diagonal that ends in the lower right corner
+        bias = q.new_full((1, queries, seen), -torch.inf).triu_(seen - queries + 1)
     logits = bias[:, None, :, None].expand(B, G, queries, H, seen).clone(memory_format=torch.contiguous_format)
     logits = logits.view(q.shape[0], -1, seen).baddbmm_(q, k.mT, alpha=ctx.scale)
     return logits.softmax(-1)
