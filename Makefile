@@ -42,6 +42,7 @@ check: $(READY)
 
 bench: $(READY)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python benchmarks/compressor.py
+	$(BIN)/python benchmarks/training.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
