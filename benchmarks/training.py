@@ -33,18 +33,19 @@ from torch import Tensor, nn
 warnings.simplefilter("ignore")
 
 BASE, TOKENS, RATIO, RANK, ROUNDS = "smollm2-135m", 512, 5.0, 16, 5
-TOLERANCES = {"float32": (1e-4, 1e-2), "bfloat16": (1e-2, 0.5)}
-"""Of losses and of gradient norms, relative. In bf16 rounding alone changes the gradients of random adapters by as much."""
+TOLERANCES = {"float32": (1e-4, 1e-2), "bfloat16": (5e-3, 1e-1)}
+"""Of losses and of gradient norms, relative."""
 SCORING = "features and scores"
 PARTS = ("linear layers of the base", "LoRA", "attention", "head and loss", "elementwise and the rest", SCORING)
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: its loss, and its trained parameters by group."""
+    """One way to train: its loss, its trained parameters by group, and which tokens it selects."""
 
     loss: Callable[[], Tensor]
     groups: dict[str, list[nn.Parameter]]
+    select: Callable[[], Tensor] | None = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def step(self) -> float:
@@ -132,7 +133,7 @@ def _measure(dtype: str, folder: Path) -> dict[str, Any]:
 
 def _ours(dtype: str, folder: Path) -> Way:
     from dodo.training.fused import fused_lora
-    from dodo.training.objectives import batch_loss
+    from dodo.training.objectives import batch_loss, encode
 
     compressor = _dodo(dtype, folder).compressor
     batch, score = _batch(folder), compressor.score
@@ -148,7 +149,12 @@ def _ours(dtype: str, folder: Path) -> Way:
         "scorer": list(compressor.scorer.parameters()),
         "soft token": [compressor.soft_token],
     }
-    return Way(lambda: batch_loss(compressor, batch).total, groups, lambda: fused_lora(compressor.base))
+    return Way(
+        loss=lambda: batch_loss(compressor, batch).total,
+        groups=groups,
+        select=lambda: encode(compressor, batch).indices,
+        context=lambda: fused_lora(compressor.base),
+    )
 
 
 def _authors(dtype: str, folder: Path) -> Way:
@@ -178,11 +184,14 @@ def _authors(dtype: str, folder: Path) -> Way:
         for parameter in [*lora["phi"], *lora["theta"]]:
             parameter.requires_grad_(True)  # PEFT freezes the other adapter
 
-    def loss() -> Tensor:
+    def select() -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             states = features(input_ids=batch.documents, use_cache=False).last_hidden_state
         scores = scorer(states)
-        indices = select_top_k(scores, k, batch.document_mask).indices
+        return scores, select_top_k(scores, k, batch.document_mask).indices
+
+    def loss() -> Tensor:
+        scores, indices = select()
         switch_to("phi")
         whole, nuggets = DynamicCache(), DynamicCache()
         base.model(input_ids=batch.documents, use_cache=True, **{cache_name: whole})
@@ -199,7 +208,8 @@ def _authors(dtype: str, folder: Path) -> Way:
         ).logits
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten())
 
-    return Way(loss, {**lora, "scorer": list(scorer.parameters()), "soft token": [soft_token]})
+    groups = {**lora, "scorer": list(scorer.parameters()), "soft token": [soft_token]}
+    return Way(loss, groups, select=lambda: select()[1])
 
 
 def _lora(dtype: str, folder: Path) -> Way:
@@ -322,6 +332,10 @@ def _dodo(dtype: str, folder: Path) -> Any:
 
 def _check(ways: dict[str, Way], dtype: str, folder: Path) -> dict[str, float]:
     """Losses of the ways, after making sure that they do the same work."""
+    with torch.no_grad(), ways["ours"].context():
+        chosen = [way.select() for way in ways.values() if way.select is not None]
+    if not torch.equal(*chosen):
+        raise SystemExit("the ways do not select the same tokens")
     losses = {name: way.step() for name, way in ways.items()}
     for_loss, for_gradient = TOLERANCES[dtype]
     _assert_close("loss", losses["ours"], losses["authors'"], for_loss)
