@@ -118,6 +118,7 @@ def _card(dodo: Dodo, runs: list[Path], records: list[dict], hardware: str) -> s
         "## Limits",
         "",
         "A small base, trained briefly: rebuilt texts lose names, numbers and dates first, more at high ratios and in long texts.",
+        "Answers have a share right that the table tells; where it is near that of nodoc, the document is hardly read.",
         "English prose, some code. Whatever the base gets wrong with the whole text in view, it gets wrong here too.",
     ]
     return "\n".join(lines) + "\n"

@@ -42,6 +42,7 @@ Examples:
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Items (of each length in autoencoding). [default: all]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Which items are drawn.")
 @click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Items at a time.")
+@click.option("--examples", type=click.IntRange(min=0), default=0, show_default=True, help="Documents shown in the record.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The record. [default: results/TASK-METHOD-rR.json]")
 @model_options
 @json_option
@@ -54,6 +55,7 @@ def command(
     limit: int | None,
     seed: int,
     batch: int,
+    examples: int,
     out: Path | None,
     model: str,
     device: str | None,
@@ -93,6 +95,7 @@ def command(
             seed=seed,
             batch=batch,
             out=out,
+            examples=examples,
             command=shlex.join(["dodo", *sys.argv[1:]]),
             progress=progress,
         )

@@ -14,8 +14,6 @@ from dodo.model import Dodo
 
 __all__ = ["evaluate"]
 
-EXAMPLES = 5
-
 
 def evaluate(
     dodo: Dodo,
@@ -29,6 +27,7 @@ def evaluate(
     seed: int = 0,
     batch: int = 8,
     out: Path,
+    examples: int = 0,
     command: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
@@ -45,6 +44,7 @@ def evaluate(
         seed: of which items, and in what order.
         batch: items at a time.
         out: the record, a JSON file. Beside it, until the end, `*.part.jsonl` holds what is done.
+        examples: how many documents and what was made of them the record shows; mind the data's licence.
         command: what a person types to do it again.
         progress: told the items done and the items in all.
 
@@ -93,7 +93,7 @@ def evaluate(
         "measured": measuring.measure(items, made),
         "seconds": round(seconds, 1),
         **about_machine(),
-        "examples": [_example(item, made[item.key]) for item in items[:EXAMPLES]],
+        "examples": [_example(item, made[item.key]) for item in items[:examples]],
     }
     write_json(out, record)
     part.unlink(missing_ok=True)
