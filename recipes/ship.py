@@ -84,7 +84,7 @@ def _card(dodo: Dodo, runs: list[Path], records: list[dict], hardware: str) -> s
         f"- selection: {config.selection}; positions: {config.positions}",
         f"- ratios drawn in training: {low:g} to {high:g}",
         f"- trained on {hardware}",
-        "- texts: documents whose licence permits commercial use (Wikipedia, books, code, web), and SQuAD v1.1 train (CC BY-SA 4.0)",
+        "- texts: documents whose licence permits commercial use (Wikipedia, books, code, web), and SQuAD v1.1 train",
         "- not trained on any evaluation set",
         "- `training.csv` is the log, `recipe-*.yaml` are the recipes as they ran",
         "",
@@ -117,7 +117,7 @@ def _card(dodo: Dodo, runs: list[Path], records: list[dict], hardware: str) -> s
     lines += [
         "## Limits",
         "",
-        "A small base, trained briefly: rebuilt texts lose names, numbers and dates first, more at high ratios and in long texts.",
+        "rebuilt texts lose names, numbers and dates first, at high ratios and in long texts above all.",
         "Answers have a share right that the table tells; where it is near that of nodoc, the document is hardly read.",
         "English prose, some code. Whatever the base gets wrong with the whole text in view, it gets wrong here too.",
     ]
