@@ -27,7 +27,7 @@ test-all: $(READY) test-oldest
 	$(BIN)/python -m pytest -q -m ''
 
 OLDEST := .venv-oldest
-CORE := adapters compressor fingerprint model nuggets saving selection straight_through
+CORE := adapters autoregressive compressor fingerprint model nuggets saving selection straight_through streaming thresholds
 
 test-oldest: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)

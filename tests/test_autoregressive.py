@@ -146,6 +146,11 @@ def test_padded_rows_on_either_side_equal_single_rows(pair: Maker, family: str, 
             close(logits[row][mask[row].bool()], lm.forward(text[None])[0])
 
 
+def test_a_score_equal_to_the_threshold_is_not_kept(pair: Maker) -> None:
+    lm = language_model(pair("llama").compressor, threshold=0.5)
+    assert lm.keep(torch.tensor([[0.25, 0.5, 0.75]])).tolist() == [[False, False, True]]
+
+
 def test_states_are_what_the_head_reads(pair: Maker) -> None:
     compressor = stir(pair("llama").compressor)
     lm, ids = language_model(compressor), tokens(2, 20)
