@@ -195,48 +195,49 @@ class _Attention(Function):
     heads; through the straight-through term in its columns it trains the scorer (Paper: Eq. 18).
     """
 
-    BLOCK = 128
-    """Queries; few enough that a block's weights stay in the cache of a core."""
+    BLOCK_BYTES = 512
+    """Of one head's weights for one key: few enough queries that a block's weights stay in the cache of a core."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         B, G, S, D = key.shape
         H, Q = query.shape[1] // G, query.shape[2]
-        q = query.reshape(B, G, H, Q, D).transpose(2, 3).reshape(B * G, Q * H, D)  # rows of one query are neighbours
         k, v = key.reshape(B * G, S, D), value.reshape(B * G, S, D)
-        ctx.shape, ctx.scale, ctx.blocks = (B, G, H, Q, S, D), scale, _blocks(mask, Q, S)
-        out = torch.empty_like(q)
+        ctx.shape, ctx.scale = (B, G, H, Q, S, D), scale
+        ctx.blocks = _blocks(mask, Q, S, max(1, _Attention.BLOCK_BYTES // query.element_size()))
+        out_BQGHD = query.new_empty(B, Q, G, H, D)
         for begin, end, seen in ctx.blocks:
-            rows = slice(begin * H, end * H)
-            weights = _weights(ctx, q[:, rows], k[:, :seen], mask, begin, end)
-            torch.bmm(weights, v[:, :seen], out=out[:, rows])
-        ctx.save_for_backward(q, k, v, mask)
-        return out.view(B, G, Q, H, D).transpose(1, 2).reshape(B, Q, G * H, D)
+            q = query[:, :, begin:end].reshape(B * G, -1, D)
+            weights = _weights(ctx, q, k[:, :seen], mask, begin, end)
+            out_BQGHD[:, begin:end] = (weights @ v[:, :seen]).view(B, G, H, end - begin, D).permute(0, 3, 1, 2, 4)
+        ctx.save_for_backward(query, k, v, mask)
+        return out_BQGHD.view(B, Q, G * H, D)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask = ctx.saved_tensors
+        query, k, v, mask = ctx.saved_tensors
         B, G, H, Q, S, D = ctx.shape
-        dout = grad.reshape(B, Q, G, H, D).transpose(1, 2).reshape(B * G, Q * H, D)
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dout_BGHQD = grad.view(B, Q, G, H, D).permute(0, 2, 3, 1, 4)
+        dquery = query.new_empty(query.shape)
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         dmask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
         for begin, end, seen in ctx.blocks:
-            rows = slice(begin * H, end * H)
-            weights = _weights(ctx, q[:, rows], k[:, :seen], mask, begin, end)
-            dv[:, :seen].baddbmm_(weights.mT, dout[:, rows])
-            dweights = dout[:, rows] @ v[:, :seen].mT
-            dlogits = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
-            torch.bmm(dlogits, k[:, :seen], out=dq[:, rows])
-            dk[:, :seen].baddbmm_(dlogits.mT, q[:, rows], alpha=ctx.scale)
+            q = query[:, :, begin:end].reshape(B * G, -1, D)
+            dout = dout_BGHQD[:, :, :, begin:end].reshape(B * G, -1, D)
+            weights = _weights(ctx, q, k[:, :seen], mask, begin, end)
+            dv[:, :seen].baddbmm_(weights.mT, dout)
+            dlogits = torch._softmax_backward_data(dout @ v[:, :seen].mT, weights, -1, weights.dtype)
+            dk[:, :seen].baddbmm_(dlogits.mT, q)
+            dquery[:, :, begin:end] = (dlogits @ k[:, :seen]).view(B, G * H, end - begin, D)
             if dmask is not None:
-                each = dlogits.view(B, G, end - begin, H, seen).sum((1, 3))
+                each = dlogits.view(B, G * H, end - begin, seen).sum(1)
                 dmask[:, 0, begin:end, :seen] = each.sum_to_size(len(dmask), *each.shape[1:])
-        dquery = dq.mul_(ctx.scale).view(B, G, Q, H, D).transpose(2, 3).reshape(B, G * H, Q, D)
-        return dquery, dk.view(B, G, S, D), dv.view(B, G, S, D), dmask, None
+        dkey, dvalue = dk.mul_(ctx.scale).view(B, G, S, D), dv.view(B, G, S, D)
+        return dquery.mul_(ctx.scale), dkey, dvalue, dmask, None
 
 
-def _blocks(mask: Tensor | None, Q: int, S: int) -> list[tuple[int, int, int]]:
+def _blocks(mask: Tensor | None, Q: int, S: int, size: int) -> list[tuple[int, int, int]]:
     """First and last (exclusive) query of each block, and how many keys from the first on they see."""
 
     def seen(begin: int, end: int) -> int:
@@ -245,21 +246,20 @@ def _blocks(mask: Tensor | None, Q: int, S: int) -> list[tuple[int, int, int]]:
         visible = (mask[:, 0, begin:end].amax((0, 1)) > torch.finfo(mask.dtype).min / 2).nonzero()
         return int(visible[-1]) + 1 if len(visible) else 1
 
-    ends = [(begin, min(begin + _Attention.BLOCK, Q)) for begin in range(0, Q, _Attention.BLOCK)]
+    ends = [(begin, min(begin + size, Q)) for begin in range(0, Q, size)]
     return [(begin, end, seen(begin, end)) for begin, end in ends]
 
 
 def _weights(ctx: Any, q: Tensor, k: Tensor, mask: Tensor | None, begin: int, end: int) -> Tensor:
-    """[B G, rows, keys] of a block. Without a mask, each query sees all but the queries after it."""
+    """[B G, H queries, keys] of a block. Without a mask, each query sees all but the queries after it."""
     B, G, H, *_ = ctx.shape
     queries, seen = end - begin, k.shape[1]
     if mask is not None:
-        bias = mask[:, 0, begin:end, :seen]
+        bias = mask[:, :, None, begin:end, :seen]
     else:  # -inf above the diagonal that ends in the lower right corner
-        bias = q.new_full((1, queries, seen), -torch.inf).triu_(seen - queries + 1)
-    logits = bias[:, None, :, None].expand(B, G, queries, H, seen).clone(memory_format=torch.contiguous_format)
-    logits = logits.view(q.shape[0], -1, seen).baddbmm_(q, k.mT, alpha=ctx.scale)
-    return logits.softmax(-1)
+        bias = q.new_full((queries, seen), -torch.inf).triu_(seen - queries + 1)
+    logits = bias.expand(B, G, H, queries, seen).clone(memory_format=torch.contiguous_format).view(B * G, -1, seen)
+    return logits.baddbmm_(q, k.mT, alpha=ctx.scale).softmax(-1)
 
 
 class _LinearCrossEntropy(Function):
