@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ def main() -> None:
     name, dtype, folder = sys.argv[1:]
     answers, sys.stdout = sys.stdout, sys.stderr
     way = WAYS[name](dtype, Path(folder))
-    for method in sys.stdin:
-        print(json.dumps(getattr(way, method.strip())()), file=answers, flush=True)
+    with way.context:
+        for method in sys.stdin:
+            print(json.dumps(getattr(way, method.strip())()), file=answers, flush=True)
 
 
 @dataclass(frozen=True)
@@ -38,23 +39,22 @@ class Way:
     """One way to train.
 
     loss: of the batch, with gradient. groups: trained parameters. select: places of the nuggets. lora: the loss of the document
-    with one adapter, by our arithmetic. context: of a step.
+    with one adapter, by our arithmetic. context: of all steps.
     """
 
     loss: Callable[[], Tensor]
     groups: dict[str, list[nn.Parameter]]
     select: Callable[[], Tensor] | None = None
     lora: Callable[[], Tensor] | None = None
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    context: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
     def step(self) -> float:
         """Forward and backward; the loss."""
         for parameters in self.groups.values():
             for parameter in parameters:
                 parameter.grad = None
-        with self.context():
-            loss = self.loss()
-            loss.backward()
+        loss = self.loss()
+        loss.backward()
         return float(loss.detach())
 
     def norms(self) -> dict[str, float]:
@@ -67,13 +67,13 @@ class Way:
     def selected(self) -> list[list[int]]:
         """Places of the nuggets."""
         assert self.select is not None
-        with torch.no_grad(), self.context():
+        with torch.no_grad():
             return self.select().tolist()
 
     def loss_of_lora(self) -> float:
         """Of the document with one adapter, by our arithmetic."""
         assert self.lora is not None
-        with torch.no_grad(), self.context():
+        with torch.no_grad():
             return float(self.lora())
 
     def memory(self) -> dict[str, int]:
@@ -145,7 +145,7 @@ def _ours(dtype: str, folder: Path) -> Way:
         groups=groups,
         select=lambda: encode(compressor, batch).indices,
         lora=lora,
-        context=lambda: fused_lora(compressor.base),
+        context=fused_lora(compressor.base),
     )
 
 

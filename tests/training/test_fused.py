@@ -26,9 +26,10 @@ EVERYWHERE = LoraSettings(rank=2, alpha=4, targets="all-linear")
         ("gemma3", "sdpa"),
     ],
 )
-@pytest.mark.parametrize("block", [20, 512])
-def test_fused_arithmetic_has_the_outputs_and_gradients_of_the_plain_one(pair, monkeypatch, family, attention, block):
+@pytest.mark.parametrize(("block", "kept"), [(20, 0), (20, 2**20), (512, 2**20)])
+def test_fused_arithmetic_has_the_outputs_and_gradients_of_the_plain_one(pair, monkeypatch, family, attention, block, kept):
     monkeypatch.setattr(fused._Attention, "BLOCK_BYTES", block)
+    monkeypatch.setattr(fused._Attention, "KEPT_BYTES", kept)
     compressor = stir(pair(family, attention=attention, encoder=EVERYWHERE, decoder=EVERYWHERE).compressor)
     ids = tokens(2, 12)
     real = torch.ones_like(ids)

@@ -189,7 +189,8 @@ def _attention(
 
 
 class _Attention(Function):
-    """softmax(scale Q K^T + mask) V; weights exist for one block of queries at a time, and are made again in the backward pass.
+    """softmax(scale Q K^T + mask) V, a block of queries at a time. Weights of long texts are not kept, but made again in the
+    backward pass.
 
     Keys behind the last one that a block's queries see are left out. The mask's gradient is that of the logits, summed over
     heads; through the straight-through term in its columns it trains the scorer (Paper: Eq. 18).
@@ -198,6 +199,9 @@ class _Attention(Function):
     BLOCK_BYTES = 512
     """Of one head's weights for one key: few enough queries that a block's weights stay in the cache of a core."""
 
+    KEPT_BYTES = 6 * 2**20
+    """Weights of one layer are kept up to this size: about what else a layer keeps of 512 tokens."""
+
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         B, G, S, D = key.shape
@@ -205,27 +209,29 @@ class _Attention(Function):
         k, v = key.reshape(B * G, S, D), value.reshape(B * G, S, D)
         ctx.shape, ctx.scale = (B, G, H, Q, S, D), scale
         ctx.blocks = _blocks(mask, Q, S, max(1, _Attention.BLOCK_BYTES // query.element_size()))
-        out_BQGHD = query.new_empty(B, Q, G, H, D)
+        out_BQGHD, kept = query.new_empty(B, Q, G, H, D), []
+        size = B * G * H * query.element_size() * sum((end - begin) * seen for begin, end, seen in ctx.blocks)
         for begin, end, seen in ctx.blocks:
             q = query[:, :, begin:end].reshape(B * G, -1, D)
             weights = _weights(ctx, q, k[:, :seen], mask, begin, end)
             out_BQGHD[:, begin:end] = (weights @ v[:, :seen]).view(B, G, H, end - begin, D).permute(0, 3, 1, 2, 4)
-        ctx.save_for_backward(query, k, v, mask)
+            kept += [weights] * (size <= _Attention.KEPT_BYTES)
+        ctx.save_for_backward(query, k, v, mask, *kept)
         return out_BQGHD.view(B, Q, G * H, D)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, k, v, mask = ctx.saved_tensors
+        query, k, v, mask, *kept = ctx.saved_tensors
         B, G, H, Q, S, D = ctx.shape
         dout_BGHQD = grad.view(B, Q, G, H, D).permute(0, 2, 3, 1, 4)
         dquery = query.new_empty(query.shape)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         dmask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
-        for begin, end, seen in ctx.blocks:
+        for i, (begin, end, seen) in enumerate(ctx.blocks):
             q = query[:, :, begin:end].reshape(B * G, -1, D)
             dout = dout_BGHQD[:, :, :, begin:end].reshape(B * G, -1, D)
-            weights = _weights(ctx, q, k[:, :seen], mask, begin, end)
+            weights = kept[i] if kept else _weights(ctx, q, k[:, :seen], mask, begin, end)
             dv[:, :seen].baddbmm_(weights.mT, dout)
             dlogits = torch._softmax_backward_data(dout @ v[:, :seen].mT, weights, -1, weights.dtype)
             dk[:, :seen].baddbmm_(dlogits.mT, q)
