@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dodo import Dodo
+from dodo.adapter_files import SHIPPED
 from dodo.config import DodoConfig, LoraSettings
 from dodo.errors import FingerprintMismatch, InputError
 from tests.conftest import small_config, stir
@@ -90,6 +91,21 @@ def test_peft_itself_can_read_the_adapters(tmp_path: Path) -> None:
     weights = load_peft_weights(str(tmp_path / "saved" / "phi"), device="cpu")
     assert len(weights) == len(dodo.compressor.adapters.parameters("phi"))
     assert PeftModel is not None
+
+
+def test_no_file_names_a_folder_of_this_machine(tmp_path: Path) -> None:
+    dodo = _trained(tmp_path / "base")
+    dodo.save_pretrained(tmp_path / "saved")
+    for adapter in ("phi", "theta"):
+        assert str(tmp_path) not in (tmp_path / "saved" / adapter / "adapter_config.json").read_text(encoding="utf-8")
+
+
+def test_the_shipped_adapters_name_no_folder_and_are_small_enough() -> None:
+    files = [path for path in SHIPPED.rglob("*") if path.is_file()]
+    assert files
+    assert sum(path.stat().st_size for path in files) < 25_000_000
+    for path in SHIPPED.rglob("adapter_config.json"):
+        assert json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"] == ""
 
 
 def test_the_card_says_what_it_is_of(tmp_path: Path) -> None:

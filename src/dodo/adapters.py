@@ -193,7 +193,10 @@ class Adapters:
     # -- files
 
     def save(self, folder: Path) -> None:
-        """Write PEFT's own folders, `folder/phi` and `folder/theta`."""
+        """Write PEFT's own folders, `folder/phi` and `folder/theta`. They name no base, for PEFT would name a folder of this
+        machine."""
+        for name in (PHI, THETA):
+            self.peft.peft_config[name].base_model_name_or_path = ""
         self.peft.save_pretrained(str(folder), selected_adapters=[PHI, THETA], save_embedding_layers=False)
         for name in (PHI, THETA):  # PEFT's template card says nothing; the set's own card stands beside the folders
             (folder / name / "README.md").unlink(missing_ok=True)
