@@ -1,19 +1,17 @@
 """What all benchmarks share: timings in turn, peak memory of a fresh process, a result file, and the page made of them."""
 
 import json
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from dodo.evaluation.record import about_machine, commit, today, write_json
+
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("torch", "transformers", "peft", "safetensors")
 
 
 def side_by_side(tasks: dict[str, Callable[[], Any]], *, rounds: int = 5) -> dict[str, float]:
@@ -58,24 +56,17 @@ def seconds_of_command(*command: str, rounds: int = 7) -> float:
 
 def write_result(name: str, measured: dict[str, Any], *, settings: dict[str, Any]) -> Path:
     """One JSON file under results/, with everything needed to judge and repeat it."""
-    import torch
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     record = {
         "name": name,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit + ("+changes" if dirty else ""),
+        "date": today(),
+        "commit": commit(),
         "command": f"python {Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip(),
         "settings": settings,
         "measured": measured,
-        "hardware": {"cpu": _cpu(), "threads": torch.get_num_threads(), "gpu": None},
-        "versions": {"python": platform.python_version()}
-        | {p: version(p) for p in ("torch", "transformers", "peft", "safetensors")},
+        **about_machine(),
     }
     path = ROOT / "results" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_json(path, record)
     return path
 
 
@@ -105,13 +96,3 @@ def write_page() -> Path:
     path = ROOT / "docs" / "benchmarks.md"
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return name + "".join(f", {flag}" for flag in ("avx512_bf16", "amx_bf16") if flag in flags)

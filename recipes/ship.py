@@ -13,6 +13,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import yaml
+
 from dodo import Dodo
 from dodo.adapter_files import SHIPPED
 
@@ -73,6 +75,7 @@ def _card(dodo: Dodo, runs: list[Path], records: list[dict], hardware: str) -> s
     low, high = config.trained_ratios or (1, 1)
     steps = [max(step for step, _, _ in _rows(run, "train")) for run in runs]
     tokens = [max(value for _, name, value in _rows(run, "train") if name == "tokens") for run in runs]
+    planned = [yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))["running"]["steps"] for run in runs]
     lines = [
         f"# Dodo adapters for {config.base}",
         "",
@@ -88,9 +91,12 @@ def _card(dodo: Dodo, runs: list[Path], records: list[dict], hardware: str) -> s
         "- not trained on any evaluation set",
         "- `training.csv` is the log, `recipe-*.yaml` are the recipes as they ran",
         "",
-        "| run | steps | document tokens |",
-        "| --- | ---: | ---: |",
-        *(f"| {run.name} | {step:,} | {int(count):,} |" for run, step, count in zip(runs, steps, tokens, strict=True)),
+        "| run | steps | of | document tokens |",
+        "| --- | ---: | ---: | ---: |",
+        *(
+            f"| {run.name} | {step:,} | {wanted:,} | {int(count):,} |"
+            for run, step, wanted, count in zip(runs, steps, planned, tokens, strict=True)
+        ),
         "",
         "Made by",
         "",
@@ -145,15 +151,12 @@ def _measured(records: list[dict]) -> list[str]:
     for record in records:
         settings = record["settings"]
         for group, values in record["measured"].items():
-            if settings["task"] == "squad":
-                score, error = f"accuracy {values['accuracy']:.3f}", f"{values['standard error']:.3f}"
-            else:
-                score, error = (
-                    f"BLEU {values['bleu']:.1f}",
-                    "" if values["bleu standard error"] is None else f"{values['bleu standard error']:.1f}",
-                )
-            where = f"{settings['task']} | {group} | {settings['method']} | {settings['ratio']:g}"
-            lines.append(f"| {where} | {values['n']} | {score} | {error} | {str(record['commit'])[:12]} |")
+            name, digits = ("accuracy", 3) if settings["task"] == "squad" else ("bleu", 1)
+            error = values["standard error" if name == "accuracy" else "bleu standard error"]
+            score = f"{name} {values[name]:.{digits}f} | {'' if error is None else f'{error:.{digits}f}'}"
+            ratio = "" if settings["ratio"] is None else f"{settings['ratio']:g}"
+            where = f"{settings['task']} | {group} | {settings['method']} | {ratio}"
+            lines.append(f"| {where} | {values['n']} | {score} | {str(record['commit'])[:12]} |")
     return lines
 
 

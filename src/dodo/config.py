@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dodo.errors import InputError
 
-__all__ = ["CONFIG_FILE", "DodoConfig", "LoraSettings", "PositionScheme"]
+__all__ = ["CONFIG_FILE", "DodoConfig", "LoraSettings", "PositionScheme", "read_versioned"]
 
 PositionScheme = Literal["original", "compact"]
 
@@ -106,17 +106,7 @@ class DodoConfig:
         Raises:
             InputError: not JSON, an unknown key, a bad value, or a version later than this package knows.
         """
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{where} is not JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise InputError(f"{where} must hold a JSON object, not {type(values).__name__}")
-        version = values.pop("version", None)
-        if type(version) is not int or version < 1:
-            raise InputError(f"{where} has no valid format version")
-        if version > CONFIG_VERSION:
-            raise InputError(f"{where} has format version {version}; this dodo reads up to {CONFIG_VERSION}: upgrade it")
+        values = read_versioned(text, newest=CONFIG_VERSION, where=where)
         return _from_mapping(cls, values, where=where)
 
     @classmethod
@@ -131,6 +121,26 @@ class DodoConfig:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"could not read {path}: {error}") from None
         return cls.from_json(text, where=str(path))
+
+
+def read_versioned(text: str, *, newest: int, where: str) -> dict[str, Any]:
+    """The object in a JSON text that has the version of its format in it, without the version.
+
+    Raises:
+        InputError: not JSON, not an object, or a version that is none or later than the newest known.
+    """
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{where} must hold a JSON object, not {type(values).__name__}")
+    version = values.pop("version", None)
+    if type(version) is not int or version < 1:
+        raise InputError(f"{where} has no valid format version")
+    if version > newest:
+        raise InputError(f"{where} has format version {version}; this dodo reads up to {newest}: upgrade it")
+    return values
 
 
 def _from_mapping(cls: type, values: dict[str, Any], *, where: str) -> Any:

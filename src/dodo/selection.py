@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dodo.errors import InputError
 
-__all__ = ["Selection", "count_nuggets", "gather_tokens", "prefer_dense", "select_top_k"]
+__all__ = ["Selection", "count_nuggets", "gather_tokens", "prefer_dense", "select_top_k", "stride"]
 
 
 @dataclass(frozen=True)
@@ -125,3 +125,20 @@ def prefer_dense(scores: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     part = torch.floor(passed / passed[:, -1:] * k[:, None] + 1e-6)
     chosen = (part.diff(dim=-1, prepend=torch.zeros_like(part[:, :1])) > 0) & mask
     return (own.sigmoid() + chosen).float()
+
+
+def stride(mask: Tensor, *, ratio: float, keep_first: bool) -> Tensor:
+    """Values whose top-k are the last tokens of k equal parts of each text: the control that a learned selection must beat.
+
+    Args:
+        mask: bool [B, T], real tokens, padding on the right.
+        ratio: r.
+        keep_first: the first token stands outside.
+
+    Returns:
+        fp32 [B, T].
+    """
+    candidates = mask.clone()
+    candidates[:, 0] &= ~((mask.sum(-1) > 1) & keep_first)
+    k = torch.tensor([count_nuggets(n, ratio=ratio) for n in candidates.sum(-1).tolist()], device=mask.device)
+    return prefer_dense(torch.zeros(mask.shape, device=mask.device), k, candidates)

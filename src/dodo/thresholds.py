@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dodo.config import read_versioned
 from dodo.errors import InputError
 
 __all__ = ["RATIOS", "THRESHOLDS_FILE", "Thresholds", "realised_ratio"]
@@ -117,14 +118,7 @@ class Thresholds:
         Raises:
             InputError: not JSON, other keys, bad values, or a later version.
         """
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{where} is not JSON: {error}") from None
-        if not isinstance(values, dict) or type(version := values.pop("version", None)) is not int:
-            raise InputError(f"{where} has no valid format version")
-        if version > VERSION:
-            raise InputError(f"{where} has format version {version}; this dodo reads up to {VERSION}: upgrade it")
+        values = read_versioned(text, newest=VERSION, where=where)
         expected = {field.name for field in dataclasses.fields(cls)}
         if set(values) != expected:
             raise InputError(f"{where} must have {', '.join(sorted(expected))}, not {', '.join(sorted(values))}")

@@ -70,6 +70,16 @@ def test_texts_are_rebuilt_by_length(run, models, texts, tmp_path):
     assert 0 <= measured["64 tokens"]["bleu"] < 100
 
 
+def test_the_command_line_knows_all_tasks_and_methods():
+    from dodo.cli.evaluate import command
+    from dodo.evaluation.methods import METHODS
+    from dodo.evaluation.tasks import TASKS
+
+    choices = {parameter.name: getattr(parameter.type, "choices", None) for parameter in command.params}
+    assert set(choices["task"]) == set(TASKS)
+    assert set(choices["method"]) == set(METHODS)
+
+
 def test_data_of_another_task_is_refused_by_name(run, models, texts, questions, tmp_path):
     flags = ("--out", tmp_path / "x.json", "--model", models.base)
     assert "no field 'answers'" in run("evaluate", "squad", "--data", texts, *flags).stderr

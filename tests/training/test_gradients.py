@@ -11,8 +11,9 @@ from dodo.compressor import Compressor
 from dodo.config import LoraSettings
 from dodo.data.batches import Batch
 from dodo.nuggets import Nuggets
+from dodo.selection import stride
 from dodo.training.fused import fused_lora
-from dodo.training.objectives import batch_loss, encode, select_rows, stride
+from dodo.training.objectives import batch_loss, encode, select_rows
 from tests.conftest import stir, tokens
 
 EVERYWHERE = LoraSettings(rank=2, alpha=4, targets="all-linear")

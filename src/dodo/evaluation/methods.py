@@ -16,12 +16,11 @@ from dodo.generation import pad_rows
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
 from dodo.prompts import QUESTION, chat_turn
-from dodo.selection import count_nuggets, prefer_dense
+from dodo.selection import count_nuggets, stride
 
 __all__ = ["METHODS", "Compressed", "Held", "Method", "Whole", "make_method"]
 
 Choice = Literal["scorer", "stride", "random"]
-MethodName = Literal["dodo", "stride", "random", "full", "nodoc", "truncate"]
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,7 @@ class Compressed:
     def _select_by(self, mask: Tensor) -> Tensor:
         if self.choice == "random":
             return torch.rand(mask.shape, generator=self._generator).to(mask.device)
-        candidates = mask.clone()
-        candidates[:, 0] &= ~((mask.sum(-1) > 1) & self.dodo.config.keep_first)
-        k = torch.tensor([count_nuggets(n, ratio=self.ratio) for n in candidates.sum(-1).tolist()], device=mask.device)
-        return prefer_dense(torch.zeros(mask.shape, device=mask.device), k, candidates)
+        return stride(mask, ratio=self.ratio, keep_first=self.dodo.config.keep_first)
 
     def answer(self, held: Held, questions: Sequence[str], *, max_new_tokens: int) -> list[str]:
         nuggets: Nuggets = held.what

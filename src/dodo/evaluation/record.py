@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["about_machine", "commit", "write_json"]
+__all__ = ["about_machine", "commit", "today", "write_json"]
 
 PACKAGES = ("dodo-lm", "torch", "transformers", "peft", "safetensors", "sacrebleu")
 
@@ -69,4 +69,6 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return name + "".join(f", {flag}" for flag in ("avx512_bf16", "amx_bf16") if flag in flags)

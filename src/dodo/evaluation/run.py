@@ -64,7 +64,7 @@ def evaluate(
         "base fingerprint": dodo.fingerprint.base,
         "adapters": "trained" if dodo.is_trained else "fresh",
         "adapter fingerprint": dodo.fingerprint.adapter,
-        "ratio": ratio,
+        "ratio": None if method in ("full", "nodoc") else ratio,
         "selection": dodo.config.selection,
         "dtype": str(dodo.compressor.base.dtype).removeprefix("torch."),
         "data": [Path(source).name for source in sources],

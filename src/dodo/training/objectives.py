@@ -17,7 +17,7 @@ from dodo.architecture import backbone
 from dodo.compressor import Compressor
 from dodo.data.batches import Batch
 from dodo.nuggets import Nuggets
-from dodo.selection import count_nuggets, prefer_dense
+from dodo.selection import stride
 from dodo.training.fused import linear_cross_entropy
 
 __all__ = ["Loss", "Way", "batch_loss", "encode", "select_rows"]
@@ -45,23 +45,6 @@ def encode(compressor: Compressor, batch: Batch, way: Way = "scorer") -> Nuggets
     by = None if way == "scorer" else stride(batch.document_mask, ratio=batch.ratio, keep_first=compressor.config.keep_first)
     nuggets = compressor.encode(batch.documents, batch.document_mask, ratio=batch.ratio, select_by=by)
     return nuggets if batch.rows is None else select_rows(nuggets, batch.rows)
-
-
-def stride(mask: Tensor, *, ratio: float, keep_first: bool) -> Tensor:
-    """Values whose top-k are the last tokens of k equal parts of each text.
-
-    Args:
-        mask: bool [B, T], real tokens, padding on the right.
-        ratio: r.
-        keep_first: the first token stands outside.
-
-    Returns:
-        fp32 [B, T].
-    """
-    candidates = mask.clone()
-    candidates[:, 0] &= ~((mask.sum(-1) > 1) & keep_first)
-    k = torch.tensor([count_nuggets(n, ratio=ratio) for n in candidates.sum(-1).tolist()], device=mask.device)
-    return prefer_dense(torch.zeros(mask.shape, device=mask.device), k, candidates)
 
 
 def select_rows(nuggets: Nuggets, rows: Tensor) -> Nuggets:
