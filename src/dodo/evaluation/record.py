@@ -11,6 +11,7 @@ from typing import Any
 __all__ = ["about_machine", "commit", "today", "write_json"]
 
 PACKAGES = ("dodo-lm", "torch", "transformers", "peft", "safetensors", "sacrebleu")
+_CODE = (":(top)", ":(top,exclude)results", ":(top,exclude)docs")
 
 
 def about_machine() -> dict[str, Any]:
@@ -28,7 +29,7 @@ def about_machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Of the repository that this package is run from, with a mark if it has changes; None outside of one."""
+    """Of the repository that this package is run from, with a mark if its code has changes; None outside of one."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str | None:
@@ -41,7 +42,7 @@ def commit() -> str | None:
     head = git("rev-parse", "HEAD")
     if not head or git("ls-files", "--error-unmatch", __file__) is None:
         return None
-    return head + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    return head + ("+changes" if git("status", "--porcelain", "-uno", "--", *_CODE) else "")
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
