@@ -123,7 +123,7 @@ def _card(dodo: Dodo, runs: list[Path], records: list[dict], hardware: str) -> s
     lines += [
         "## Limits",
         "",
-        "rebuilt texts lose names, numbers and dates first, at high ratios and in long texts above all.",
+        "Rebuilt texts lose names, numbers and dates first, at high ratios and in long texts above all.",
         "Answers have a share right that the table tells; where it is near that of nodoc, the document is hardly read.",
         "English prose, some code. Whatever the base gets wrong with the whole text in view, it gets wrong here too.",
     ]
