@@ -10,6 +10,7 @@ from torch import Tensor
 from dodo.adapters import PHI, THETA, Adapters
 from dodo.compressor import Compressor
 from dodo.config import LoraSettings
+from dodo.training.fused import fused_lora
 from tests.conftest import FAMILIES, Pair, small_config, stir, tiny_model, tokens
 
 Maker = Callable[..., Pair]
@@ -164,3 +165,32 @@ def test_fresh_adapters_of_one_seed_agree_and_leave_the_global_generator_alone()
     assert torch.equal(torch.rand(3), expected)
     for a, b in zip(first.adapters.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", ["qkv", "all-linear"])
+def test_without_gradients_the_same_numbers_come_with_fewer_passes(pair: Maker, family: str, targets: str) -> None:
+    lora = LoraSettings(rank=2, targets=targets)  # type: ignore[arg-type]
+    compressor = stir(pair(family, encoder=lora, decoder=lora).compressor)
+    ids, base = tokens(2, 12), compressor.base
+    for name in (PHI, THETA):
+        with compressor.adapters.use(name):
+            plain = base(ids).logits.detach()
+            with torch.no_grad():
+                torch.testing.assert_close(base(ids).logits, plain, atol=1e-5, rtol=1e-5)
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    assert base(ids).logits.isfinite().all()
+    assert not any("forward" in vars(layer) for layer in base.modules())
+
+
+def test_fused_arithmetic_and_switching_may_enclose_each_other(pair: Maker) -> None:
+    compressor, ids = stir(pair("llama").compressor), tokens(1, 10)
+    with torch.no_grad(), compressor.adapters.use(PHI):
+        expected = compressor.base(ids).logits
+    with torch.no_grad(), fused_lora(compressor.base), compressor.adapters.use(PHI):
+        torch.testing.assert_close(compressor.base(ids).logits, expected, atol=1e-5, rtol=1e-5)
+    with torch.no_grad(), compressor.adapters.use(PHI):
+        torch.testing.assert_close(compressor.base(ids).logits, expected, atol=1e-5, rtol=1e-5)
+        with compressor.adapters.use(THETA):
+            compressor.base(ids)
+        torch.testing.assert_close(compressor.base(ids).logits, expected, atol=1e-5, rtol=1e-5)

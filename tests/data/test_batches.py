@@ -111,6 +111,18 @@ def test_an_autoencoding_batch_asks_for_the_text_and_then_the_end():
     assert batch.targets[:, -1].tolist() == [2, 2]
 
 
+def test_recall_asks_for_what_follows_a_cue_that_lies_anywhere_in_the_document():
+    source = TextSource([Shard("text", ragged(list(range(10, 200))))], bos=1, eos=2)
+    batch = source.recall(40, 50, 3.0, np.random.default_rng(0), cue=4, following=10)
+    assert batch.objective == "recall" and batch.documents.shape == (40, 51) and batch.decoder.shape == (40, 13)
+    assert (batch.targets[:, :3] == -100).all()
+    assert torch.equal(batch.targets[:, 3:], batch.decoder[:, 3:] + 1)
+    cue_at = batch.decoder[:, 0] - batch.documents[:, 1]
+    assert cue_at.min() == 0 and cue_at.max() == 50 - 14
+    short = source.recall(1, 6, 3.0, np.random.default_rng(0))  # cue and stretch shrink with the text
+    assert torch.equal(short.targets[:, 2:], short.documents[:, 4:])
+
+
 def test_a_continuation_starts_where_the_document_ends():
     source = TextSource([Shard("text", ragged(list(range(10, 40))))], bos=None, eos=2)
     batch = source.continuation(3, 6, 4, 3.0, np.random.default_rng(0))

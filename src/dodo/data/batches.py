@@ -22,7 +22,7 @@ from dodo.errors import InputError
 
 __all__ = ["Batch", "Draw", "Objective", "QuestionSource", "TextSource", "draw_skewed"]
 
-Objective = Literal["autoencoding", "continuation", "question", "distillation"]
+Objective = Literal["autoencoding", "recall", "continuation", "question", "distillation"]
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,22 @@ class TextSource:
         documents = self._documents(text.numpy())
         targets = torch.cat([text, torch.full((count, 1), self._eos)], dim=1)
         return _full("autoencoding", ratio, documents, text, targets)
+
+    def recall(
+        self, count: int, length: int, ratio: float, rng: np.random.Generator, *, cue: int = 8, following: int = 64
+    ) -> Batch:
+        """Texts of which a stretch is to be told from anywhere, given the `cue` tokens before it: finding, not only rebuilding.
+
+        Beyond the paper. The cue lies in the document, so that the decoder has to look for it among the nuggets.
+        """
+        text = self.windows(count, length, rng)
+        cue = min(cue, length // 2)
+        following = min(following, length - cue)
+        starts = rng.integers(length - cue - following + 1, size=(count, 1))
+        parts = torch.from_numpy(np.take_along_axis(text, starts + np.arange(cue + following), axis=1))
+        targets = parts[:, 1:].clone()
+        targets[:, : cue - 1] = -100
+        return _full("recall", ratio, self._documents(text), parts[:, :-1], targets)
 
     def continuation(
         self, count: int, length: int, following: int, ratio: float, rng: np.random.Generator, *, distil: bool = False

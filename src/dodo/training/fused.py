@@ -23,6 +23,8 @@ from transformers import AttentionInterface
 from transformers.activations import SiLUActivation
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from dodo.adapters import is_plain
+
 __all__ = ["fused_lora", "linear_cross_entropy"]
 
 
@@ -87,19 +89,13 @@ def fused_lora(module: nn.Module) -> Iterator[None]:
 
 def _fused_forward(module: Any) -> Any:
     """What takes the place of a module's own forward, or None."""
-    if isinstance(module, LoraLinear) and _is_plain(module):
+    if isinstance(module, LoraLinear) and is_plain(module):
         return _forward_of(module)
     if hasattr(module, "variance_epsilon") and not module.weight.requires_grad:  # so it is called where the norm is Llama's
         return lambda x: _RmsNorm.apply(x, module.weight, module.variance_epsilon)
     if hasattr(module, "gate_proj") and isinstance(module.act_fn, nn.SiLU | SiLUActivation):
         return lambda x: module.down_proj(_GatedSilu.apply(module.gate_proj(x), module.up_proj(x)))
     return None
-
-
-def _is_plain(layer: LoraLinear) -> bool:
-    base: Any = layer.get_base_layer()
-    plain = type(base) is nn.Linear and base.weight.is_floating_point() and not any(layer.use_dora.values())
-    return plain and all(isinstance(d, nn.Identity) for d in layer.lora_dropout.values())
 
 
 def _forward_of(layer: Any) -> Any:

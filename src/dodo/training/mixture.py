@@ -13,7 +13,7 @@ from dodo.training.recipe import Recipe
 
 __all__ = ["BatchMaker", "way_at"]
 
-_OBJECTIVES: tuple[Objective, ...] = ("autoencoding", "continuation", "question", "distillation")
+_OBJECTIVES: tuple[Objective, ...] = ("autoencoding", "recall", "continuation", "question", "distillation")
 
 
 class BatchMaker:
@@ -47,11 +47,13 @@ class BatchMaker:
             batch = self.questions.batch(tokens, mixture.questions_per_document, ratio, rng, at=at)
         else:
             assert self.text is not None
-            drawn = mixture.length if objective == "autoencoding" else mixture.context
+            drawn = mixture.length if objective in ("autoencoding", "recall") else mixture.context
             length = min(round(draw_skewed(drawn, shared)), self.text.longest)
             count = max(1, round(tokens / length))
             if objective == "autoencoding":
                 batch = self.text.autoencoding(count, length, ratio, rng)
+            elif objective == "recall":
+                batch = self.text.recall(count, length, ratio, rng)
             else:
                 following = max(2, min(mixture.following, length // 2))
                 length = min(length, self.text.longest - following)

@@ -40,13 +40,15 @@ class Mixture:
     """What a batch is. Weights are relative."""
 
     autoencoding: float = 1.0
+    recall: float = 0.0
+    """Beyond the paper: some of a text from anywhere within it, given the few tokens before."""
     continuation: float = 0.0
     question: float = 0.0
     distillation: float = 0.0
     ratio: Draw = Draw(10.0, 10.0, 10.0)
     """Tokens per nugget, drawn per batch. Paper: fixed."""
     length: Draw = Draw(512.0, 512.0, 512.0)
-    """Tokens of an autoencoded text, drawn per batch."""
+    """Tokens of a text to be rebuilt or recalled, drawn per batch."""
     context: Draw = Draw(512.0, 512.0, 512.0)
     """Tokens encoded before a continuation."""
     following: int = 128
@@ -62,7 +64,7 @@ class Mixture:
     ratio_steps: int = 0
 
     def __post_init__(self) -> None:
-        weights = (self.autoencoding, self.continuation, self.question, self.distillation)
+        weights = (self.autoencoding, self.recall, self.continuation, self.question, self.distillation)
         if min(weights) < 0 or sum(weights) == 0:
             raise InputError("mixture: the weights of the objectives must not be negative, and one must be positive")
         if self.ratio.low < 1:
