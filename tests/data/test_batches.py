@@ -130,6 +130,16 @@ def test_a_continuation_starts_where_the_document_ends():
     assert torch.equal(batch.targets, batch.decoder + 1)
 
 
+@pytest.mark.parametrize("bos", [1, None])
+def test_an_autoregressive_batch_predicts_every_token(bos):
+    source = TextSource([Shard("text", ragged(list(range(10, 90))))], bos=bos, eos=2)
+    batch = source.autoregressive(3, 12, 3.0, np.random.default_rng(0), window=4, segment=2)
+    assert batch.documents.shape == batch.targets.shape == (3, 12) and batch.decoder.shape == (3, 0)
+    assert torch.equal(batch.targets[:, :-1], batch.documents[:, 1:])
+    assert torch.equal(batch.targets[:, 1:], batch.targets[:, :-1] + 1)
+    assert (batch.window, batch.segment, batch.document_tokens) == (4, 2, 36)
+
+
 def test_only_answers_of_questions_are_targets():
     shard = Shard(
         "question", ragged([5] * 8, [6] * 9), ragged([11, 12], [13], [14]), ragged([21], [22, 23], [24]), np.array([0, 0, 1])

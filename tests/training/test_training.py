@@ -9,16 +9,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
-from dodo.data.batches import Batch
+from dodo.data.batches import Batch, TextSource
+from dodo.data.shards import Ragged, Shard
 from dodo.errors import InputError
+from dodo.model import Dodo
 from dodo.training.module import NanLossError, TrainingModule, rate_at
-from dodo.training.objectives import batch_loss
+from dodo.training.objectives import Way, batch_loss
 from dodo.training.recipe import Optimizer, load_recipe
-from dodo.training.run import train
+from dodo.training.run import load_for_training, train
 from tests.standins.models import save_base
 
 WORDS = tuple("the dodo of Mauritius was a bird and nobody has seen one since the last sighting".split())  # noqa: SIM905
@@ -214,6 +217,15 @@ def test_a_run_starts_from_given_adapters(recipe_file: Path, tmp_path: Path) -> 
     assert first[name].abs().max() > 0
 
 
+def test_a_run_may_start_from_the_scorer_alone(recipe_file: Path, tmp_path: Path) -> None:
+    train(load_recipe(recipe_file, ["running.steps=2"]), tmp_path / "first", progress=False)
+    recipe = load_recipe(recipe_file, [f"start={tmp_path / 'first' / 'last'}", "start_with=scorer"])
+    made, fresh = load_for_training(recipe), load_for_training(load_recipe(recipe_file))
+    trained = Dodo.from_pretrained(tmp_path / "first" / "last")
+    for (name, p), (_, q), (_, s) in zip(*(dodo.compressor.named_parameters() for dodo in (made, fresh, trained)), strict=True):
+        assert torch.equal(p, (s if name.startswith("scorer.") else q).float()), name
+
+
 def test_two_processes_equal_accumulation_in_one(recipe_file: Path, tmp_path: Path) -> None:
     settings = ["running.steps=3", "running.validate_every=3"]
     whole = train(load_recipe(recipe_file, [*settings, "running.accumulate=2"]), tmp_path / "one", progress=False)
@@ -250,6 +262,69 @@ def _batch(rows: list[list[int]], *, pad: int) -> Batch:
         ids[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), True
         targets[i, : len(row)], targets[i, len(row)] = torch.tensor(row), 1
     return Batch("autoencoding", 2.0, ids, mask, ids, mask, targets)
+
+
+AUTOREGRESSIVE = [
+    "mixture.autoencoding=0",
+    "mixture.autoregressive=1",
+    "mixture.whole={low: 16, mode: 24, high: 32}",
+    "mixture.window={low: 4, mode: 4, high: 8}",
+    "mixture.segment=4",
+]
+
+
+def test_the_autoregressive_lm_learns_and_is_saved_with_its_thresholds(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_file, [*AUTOREGRESSIVE, "running.steps=60"])
+    train(recipe, tmp_path / "run", progress=False)
+    rows = [line.split(",") for line in (tmp_path / "run" / "validation.csv").read_text().splitlines()]
+    losses = [float(value) for _, name, value in rows if name == "loss/autoregressive/n12/r3/scorer"]
+    assert losses[-1] < losses[0] - 0.5, losses
+    dodo = Dodo.from_pretrained(tmp_path / "run" / "last")
+    assert dodo.thresholds is not None
+    assert dodo.autoregressive(ratio=3, window=4, segment=4).threshold == dodo.thresholds.at(3)
+    assert dodo.write("the dodo of", dodo.autoregressive(ratio=3, window=4, segment=4), max_new_tokens=2) is not None
+
+
+@pytest.mark.parametrize("way", ["scorer", "stride"])
+def test_an_autoregressive_loss_is_that_of_the_parallel_pass_with_one_token_in_r(recipe_file: Path, way: Way) -> None:
+    recipe = load_recipe(recipe_file)
+    dodo = Dodo.from_pretrained(recipe.base, config=recipe.config, attn_implementation="sdpa")
+    source = TextSource([_words_as_shard()], bos=1, eos=2)
+    batch = source.autoregressive(1, 31, 3.0, np.random.default_rng(0), window=4, segment=5)
+    found = batch_loss(dodo.compressor, batch, way)
+    lm = dodo.autoregressive(threshold=0.0, window=4, segment=5)
+    if way == "stride":
+        kept = torch.arange(31)[None] % 3 == 2
+    else:
+        scores = lm.score(batch.documents)
+        kept = torch.zeros(1, 31, dtype=torch.bool).index_fill(
+            1, scores[0, lm.keep_first :].topk(10).indices + lm.keep_first, True
+        )
+    logits = lm.forward(batch.documents, kept=kept)
+    wanted = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten())
+    torch.testing.assert_close(found.total, wanted, atol=1e-5, rtol=1e-5)
+    assert found.tokens == 31
+
+
+def _words_as_shard() -> Shard:
+    ids = np.random.default_rng(1).integers(5, 60, 200)
+    return Shard("text", Ragged(ids.astype(np.uint16), np.array([0, 200])))
+
+
+def test_every_recipe_loads() -> None:
+    recipes = sorted(Path(__file__).parents[2].glob("recipes/*.yaml"))
+    assert len(recipes) > 5
+    for path in recipes:
+        assert load_recipe(path).name == path.stem
+
+
+def test_a_run_from_before_a_key_was_known_goes_on(recipe_file: Path, tmp_path: Path) -> None:
+    train(load_recipe(recipe_file, ["running.steps=2"]), tmp_path / "run", progress=False)
+    record = tmp_path / "run" / "recipe.yaml"
+    values = yaml.safe_load(record.read_text())
+    del values["mixture"]["recall"]
+    record.write_text(yaml.safe_dump(values))
+    assert train(load_recipe(recipe_file, ["running.steps=2"]), tmp_path / "run", resume=True, progress=False).steps == 2
 
 
 def test_padding_does_not_enter_the_loss(recipe_file: Path) -> None:

@@ -22,7 +22,7 @@ from dodo.errors import InputError
 
 __all__ = ["Batch", "Draw", "Objective", "QuestionSource", "TextSource", "draw_skewed"]
 
-Objective = Literal["autoencoding", "recall", "continuation", "question", "distillation"]
+Objective = Literal["autoencoding", "recall", "continuation", "question", "distillation", "autoregressive"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,10 @@ class Batch:
     documents: int64 [B, T], padded on the right. document_mask: bool [B, T].
     decoder: int64 [B, M], what the decoder reads, padded on the right (without the soft token).
     targets: int64 [B, M], the token that follows each of `decoder`; with a soft token [B, M + 1]; -100 where there is no loss.
+        Of an autoregressive batch [B, T], the token that follows each of `documents`; nothing stands in `decoder`.
     rows: int64 [B'], the document of each decoder row, where one document has several questions; None: one each.
+    number: in the run.
+    window, segment: of an autoregressive batch, in tokens: see `Autoregressive`.
     """
 
     objective: Objective
@@ -44,6 +47,8 @@ class Batch:
     targets: Tensor
     rows: Tensor | None = None
     number: int = 0
+    window: int = 1
+    segment: int = 1
 
     @property
     def document_tokens(self) -> int:
@@ -154,6 +159,16 @@ class TextSource:
         after = torch.from_numpy(text[:, length:])
         documents = self._documents(text[:, :length])
         return _full("distillation" if distil else "continuation", ratio, documents, after[:, :-1], after[:, 1:])
+
+    def autoregressive(
+        self, count: int, length: int, ratio: float, rng: np.random.Generator, *, window: int, segment: int
+    ) -> Batch:
+        """Texts of which every token is predicted, from nuggets and the `window` tokens before its segment. Paper: Eq. 11."""
+        text = self.windows(count, length + 1 - (self._bos is not None), rng)
+        documents = self._documents(text)
+        nothing = documents[:, :0]
+        batch = _full("autoregressive", ratio, documents[:, :-1], nothing, documents[:, 1:])
+        return dataclasses.replace(batch, window=window, segment=segment)
 
 
 def _full(objective: Objective, ratio: float, documents: Tensor, decoder: Tensor, targets: Tensor) -> Batch:

@@ -4,6 +4,7 @@ Paper: Section 4 (which objectives at what lengths); the mixture and the handove
 """
 
 import dataclasses
+from typing import get_args
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from dodo.training.recipe import Recipe
 
 __all__ = ["BatchMaker", "way_at"]
 
-_OBJECTIVES: tuple[Objective, ...] = ("autoencoding", "recall", "continuation", "question", "distillation")
+_OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 
 class BatchMaker:
@@ -47,13 +48,16 @@ class BatchMaker:
             batch = self.questions.batch(tokens, mixture.questions_per_document, ratio, rng, at=at)
         else:
             assert self.text is not None
-            drawn = mixture.length if objective in ("autoencoding", "recall") else mixture.context
-            length = min(round(draw_skewed(drawn, shared)), self.text.longest)
+            drawn = {"autoencoding": mixture.length, "recall": mixture.length, "autoregressive": mixture.whole}
+            length = min(round(draw_skewed(drawn.get(objective, mixture.context), shared)), self.text.longest)
             count = max(1, round(tokens / length))
             if objective == "autoencoding":
                 batch = self.text.autoencoding(count, length, ratio, rng)
             elif objective == "recall":
                 batch = self.text.recall(count, length, ratio, rng)
+            elif objective == "autoregressive":
+                window = round(draw_skewed(mixture.window, rng))
+                batch = self.text.autoregressive(count, length, ratio, rng, window=window, segment=mixture.segment)
             else:
                 following = max(2, min(mixture.following, length // 2))
                 length = min(length, self.text.longest - following)

@@ -6,6 +6,7 @@ Paper: Section 2.4 and 3. The checkpoint holds trained parameters only, and the 
 import dataclasses
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import yaml
 from lightning import LightningModule
 from torch import Tensor
 
+from dodo.autoregressive import Autoregressive
 from dodo.data.batches import Batch
 from dodo.errors import DodoError
 from dodo.model import Dodo
+from dodo.thresholds import RATIOS, Thresholds
 from dodo.training.mixture import way_at
 from dodo.training.objectives import batch_loss
 from dodo.training.recipe import Optimizer, Recipe
@@ -46,13 +49,14 @@ class TrainingModule(LightningModule):
         dodo: with its base in the dtype of the run.
         recipe: see `Recipe`.
         folder: where a batch is saved that gave a NaN.
+        sample: token ids of texts, from which thresholds are estimated whenever adapters are saved.
     """
 
-    def __init__(self, dodo: Dodo, recipe: Recipe, folder: Path) -> None:
+    def __init__(self, dodo: Dodo, recipe: Recipe, folder: Path, sample: Sequence[Sequence[int]] = ()) -> None:
         super().__init__()
         self.dodo = dodo
         self.compressor = dodo.compressor
-        self.recipe, self.folder = recipe, folder
+        self.recipe, self.folder, self.sample = recipe, folder, sample
         self.tokens_seen = 0
 
     # -- the step
@@ -113,12 +117,20 @@ class TrainingModule(LightningModule):
         """Write the set of adapters as it is, in fp16, with the ratios that it has seen."""
         ratio = self.recipe.mixture.ratio
         self.compressor.config = dataclasses.replace(self.compressor.config, trained_ratios=(ratio.low, ratio.high))
+        self.dodo.thresholds = self._thresholds()
         part = folder.with_name(folder.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
         self.dodo.save_pretrained(part, dtype=torch.float16)
         (part / "recipe.yaml").write_text(yaml.safe_dump(self.recipe.as_dict(), sort_keys=False), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
+
+    def _thresholds(self) -> Thresholds | None:
+        """Of the scorer as it is now. Paper: Section 2.2."""
+        lm = Autoregressive(self.compressor, threshold=-math.inf, window=1, segment=1)
+        scores = lm.sampled_scores(self.sample)
+        enough = len(scores) >= 2 * max(RATIOS)
+        return Thresholds.estimate(scores, feature_window=lm.feature_window) if enough else None
 
     @property
     def strict_loading(self) -> bool:

@@ -1,12 +1,14 @@
 """What is minimised: the decoder's loss given nuggets, for each kind of batch.
 
-Paper: Section 2.4 (Eq. 17, 18 through `Compressor.decode`), Section 4 (autoencoding with the soft token, continuation),
-Section 6 (fine-tuning on document, question, answer). Distillation to the same base reading everything is beyond the paper.
+Paper: Section 2.2 (Eq. 11, the autoregressive LM), Section 2.4 (Eq. 17, 18 through `Compressor.decode`), Section 4 (autoencoding
+with the soft token, continuation), Section 6 (fine-tuning on document, question, answer). Recall, and distillation to the same
+base reading everything, are beyond the paper.
 
 Shapes: B texts, T document tokens, M decoder tokens, N tokens with a loss, V vocabulary, D width.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dodo.architecture import backbone
+from dodo.autoregressive import Autoregressive
 from dodo.compressor import Compressor
 from dodo.data.batches import Batch
 from dodo.nuggets import Nuggets
@@ -74,9 +77,12 @@ def batch_loss(
         divisor: what the sum over tokens is divided by; None: the batch's own tokens (a mean).
         kl_weights: of forward and reverse KL, for distillation.
     """
-    nuggets = encode(compressor, batch, way)
-    soft = batch.objective == "autoencoding"
-    states = compressor.decode(nuggets, batch.decoder, batch.decoder_mask, soft_token=soft, states=True)
+    if batch.objective == "autoregressive":
+        states = _read_on(compressor, batch, way)
+    else:
+        nuggets = encode(compressor, batch, way)
+        soft = batch.objective == "autoencoding"
+        states = compressor.decode(nuggets, batch.decoder, batch.decoder_mask, soft_token=soft, states=True)
     counted = batch.targets != -100  # [B, M (+ 1)]
     targets_N = batch.targets[counted]
     states_ND = states[counted]
@@ -93,6 +99,21 @@ def batch_loss(
     weights = torch.full((len(targets_N),), 1.0 / divisor, device=states.device)
     total, losses, hits = linear_cross_entropy(states_ND, head, targets_N, weights)
     return Loss(total, len(targets_N), float(losses.sum()), int(hits.sum()))
+
+
+def _read_on(compressor: Compressor, batch: Batch, way: Way) -> Tensor:
+    """States [B, T, D] of the autoregressive LM. Its threshold is estimated anew from the scores of each batch."""
+    lm = Autoregressive(compressor, threshold=math.inf, window=batch.window, segment=batch.segment)
+    scores = lm.score(batch.documents)
+    if way == "stride":
+        places = torch.arange(batch.documents.shape[1], device=scores.device)
+        kept = ((places + 1) / batch.ratio).floor() > (places / batch.ratio).floor()
+        kept = kept.expand(scores.shape)
+    else:
+        competing = scores.detach()[:, lm.keep_first :].flatten()
+        k = min(len(competing), max(1, round(len(competing) / batch.ratio)))
+        kept = scores >= competing.kthvalue(len(competing) - k + 1).values
+    return lm.forward(batch.documents, scores=scores, kept=kept, states=True)
 
 
 def _plain_head(compressor: Compressor) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from dodo.config import DodoConfig
-from dodo.data.batches import Draw
+from dodo.data.batches import Draw, Objective
 from dodo.errors import InputError
 
 __all__ = ["Data", "Mixture", "Optimizer", "Recipe", "Running", "Selection", "load_recipe"]
@@ -45,6 +45,8 @@ class Mixture:
     continuation: float = 0.0
     question: float = 0.0
     distillation: float = 0.0
+    autoregressive: float = 0.0
+    """Eq. 11; the adapters become those of an autoregressive LM, and are saved with thresholds."""
     ratio: Draw = Draw(10.0, 10.0, 10.0)
     """Tokens per nugget, drawn per batch. Paper: fixed."""
     length: Draw = Draw(512.0, 512.0, 512.0)
@@ -53,6 +55,12 @@ class Mixture:
     """Tokens encoded before a continuation."""
     following: int = 128
     """Tokens of the continuation; never more than half the context."""
+    whole: Draw = Draw(1024.0, 1024.0, 1024.0)
+    """Tokens of a text that is predicted token by token."""
+    window: Draw = Draw(128.0, 128.0, 128.0)
+    """tau, recent tokens seen uncompressed, drawn per batch."""
+    segment: int = 64
+    """Tokens that share a splitting index."""
     questions_per_document: int = 2
     question_scale: float = 1.0
     """Factor on the loss of question batches: they have few tokens with a loss, so their gradient is noisy."""
@@ -64,9 +72,11 @@ class Mixture:
     ratio_steps: int = 0
 
     def __post_init__(self) -> None:
-        weights = (self.autoencoding, self.recall, self.continuation, self.question, self.distillation)
+        weights = [getattr(self, name) for name in typing.get_args(Objective)]
         if min(weights) < 0 or sum(weights) == 0:
             raise InputError("mixture: the weights of the objectives must not be negative, and one must be positive")
+        if self.segment < 1 or self.window.low < 1:
+            raise InputError("mixture: window and segment are at least 1 token")
         if self.ratio.low < 1:
             raise InputError(f"mixture.ratio: ratios are at least 1, not {self.ratio.low}")
 
@@ -150,6 +160,8 @@ class Recipe:
     name: str = "dodo"
     start: str | None = None
     """Folder of adapters and scorer to start from; None: fresh ones."""
+    start_with: Literal["all", "scorer"] = "all"
+    """What is taken from there. Paper: Section 2.2, the autoregressive LM's scorer starts from the compressor's."""
     config: DodoConfig = field(default_factory=DodoConfig)
     data: Data = field(default_factory=Data)
     mixture: Mixture = field(default_factory=Mixture)

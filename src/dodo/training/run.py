@@ -12,14 +12,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 import yaml
 from torch.utils.data import DataLoader, IterableDataset
 
-from dodo.data.batches import Batch, QuestionSource, TextSource
+from dodo.data.batches import Batch, Objective, QuestionSource, TextSource
 from dodo.data.shards import Shard, ShardKind, prepare, read_shard
 from dodo.errors import InputError
 from dodo.model import Dodo
@@ -27,7 +27,7 @@ from dodo.training.callbacks import Checkpoints, Progress, TrainingLog, Validati
 from dodo.training.fused import fused_lora
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import TrainingModule
-from dodo.training.recipe import Recipe
+from dodo.training.recipe import Recipe, load_recipe
 from dodo.training.surprisal import learn_surprisal
 from dodo.training.validation import fixed_batches, question_batches
 
@@ -93,7 +93,7 @@ def train(
     _check_window(recipe, dodo.compressor.window)
     running = recipe.running
     text, questions, validation = _sources(recipe, dodo, folder)
-    module = TrainingModule(dodo, recipe, folder)
+    module = TrainingModule(dodo, recipe, folder, _sample(recipe, text))
     checks = Validation(validation, folder, recipe)
     callbacks: list[Any] = [TrainingLog(folder), checks, Checkpoints(folder, every=running.save_every, best=checks)]
     callbacks += [Progress(running.steps)] if progress else []
@@ -153,7 +153,13 @@ def load_for_training(recipe: Recipe) -> Dodo:
         device="cpu",  # Lightning moves it
     )
     if recipe.start is not None:
+        fresh = {name: p.detach().clone() for name, p in dodo.compressor.named_parameters() if p.requires_grad}
         dodo.load_adapters(recipe.start)
+        if recipe.start_with == "scorer":
+            with torch.no_grad():
+                for name, parameter in dodo.compressor.named_parameters():
+                    if name in fresh and not name.startswith("scorer."):
+                        parameter.copy_(fresh[name])
     if running.checkpoint_gradients:
         dodo.compressor.adapters.checkpoint_gradients()
     for parameter in dodo.compressor.parameters():
@@ -166,7 +172,8 @@ def _check_window(recipe: Recipe, window: int) -> None:
     """Refuse lengths that the base has no positions for, before the first step."""
     mixture = recipe.mixture
     needed = {
-        "mixture.length": 2 * mixture.length.high + 3 if mixture.autoencoding else 0,  # the text, and the text again
+        "mixture.length": 2 * mixture.length.high + 3 if mixture.autoencoding or mixture.recall else 0,  # the text, twice
+        "mixture.whole": mixture.whole.high if mixture.autoregressive else 0,
         "mixture.context and following": mixture.context.high + mixture.following + 1
         if mixture.continuation or mixture.distillation
         else 0,
@@ -174,6 +181,14 @@ def _check_window(recipe: Recipe, window: int) -> None:
     for name, tokens in needed.items():
         if tokens > window:
             raise InputError(f"{name} needs up to {tokens:,.0f} positions, but {recipe.base} has a window of {window:,}")
+
+
+def _sample(recipe: Recipe, text: TextSource | None) -> list[list[int]]:
+    """Texts to estimate thresholds from: about sixteen thousand tokens."""
+    if text is None:
+        return []
+    length = min(512, text.longest)
+    return text.autoencoding(16_384 // length, length, 1.0, np.random.default_rng((recipe.running.seed, 4))).documents.tolist()
 
 
 def _texts_alone(recipe: Recipe, text: TextSource | None) -> list[Batch]:
@@ -201,7 +216,7 @@ def _claim(folder: Path, recipe: Recipe, *, resume: bool) -> Path | None:
     if resume:
         if not last.is_file():
             raise InputError(f"there is nothing to resume in {folder}: no last.ckpt")
-        before = yaml.safe_load(record.read_text(encoding="utf-8"))
+        before = load_recipe(record).as_dict()
         differing = _differences(before, wanted)
         if recipe.optimizer.shape == "constant" and before["optimizer"] == wanted["optimizer"]:
             differing = [name for name in differing if name != "running.steps"]  # such a run may be ended sooner or later
@@ -239,17 +254,12 @@ def _sources(recipe: Recipe, dodo: Dodo, folder: Path) -> tuple[TextSource | Non
         return prepare([source], made, tokenizer, kind=kind, commercial_only=data.commercial_only)
 
     text = questions = None
-    if mixture.autoencoding or mixture.continuation or mixture.distillation:
+    if any(getattr(mixture, name) for name in get_args(Objective) if name != "question"):
         text = TextSource([opened(source, "text") for source in data.text], bos=bos, eos=eos)
     checks: dict[str, Batch] = {}
     if data.validation:
         held_out = TextSource([opened(source, "text") for source in data.validation], bos=bos, eos=eos)
-        checks |= fixed_batches(
-            held_out,
-            texts=running.validation_texts,
-            lengths=running.validation_lengths,
-            ratios=running.validation_ratios,
-        )
+        checks |= fixed_batches(held_out, mixture, running)
     if mixture.question:
         if data.questions is None:
             raise InputError("mixture.question is positive, but data.questions names no shard")

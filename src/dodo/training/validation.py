@@ -13,6 +13,7 @@ import torch
 from dodo.data.batches import Batch, QuestionSource, TextSource
 from dodo.model import Dodo
 from dodo.training.objectives import Way, batch_loss, encode
+from dodo.training.recipe import Mixture, Running
 
 __all__ = ["Rebuilt", "fixed_batches", "question_batches", "rebuild", "validate"]
 
@@ -26,17 +27,32 @@ class Rebuilt:
     rebuilt: list[str]
 
 
-def fixed_batches(
-    text: TextSource, *, texts: int, lengths: Sequence[int], ratios: Sequence[float], seed: int = 0
-) -> dict[str, Batch]:
-    """The same autoencoding batches for every validation, one per length and ratio; the texts are the same at each ratio."""
-    made = {}
-    for length in lengths:
+def fixed_batches(text: TextSource, mixture: Mixture, running: Running, *, seed: int = 0) -> dict[str, Batch]:
+    """The same batches for every validation, one for each text objective of the mixture, length and ratio; the texts are the
+    same at each ratio. Distillation is checked by the loss of continuation."""
+    made: dict[str, Batch] = {}
+    for length in running.validation_lengths:
         if length > text.longest:
             continue
-        batch = text.autoencoding(texts, length, 1.0, np.random.default_rng((seed, length)))
-        for ratio in ratios:
-            made[f"n{length}/r{ratio:g}"] = dataclasses.replace(batch, ratio=ratio)
+        for name, batch in _of_length(text, mixture, running.validation_texts, length, seed).items():
+            for ratio in running.validation_ratios:
+                made[f"{name}n{length}/r{ratio:g}"] = dataclasses.replace(batch, ratio=ratio)
+    return made
+
+
+def _of_length(text: TextSource, mixture: Mixture, texts: int, length: int, seed: int) -> dict[str, Batch]:
+    def rng() -> np.random.Generator:
+        return np.random.default_rng((seed, length))
+
+    made = {}
+    if mixture.autoencoding or mixture.recall:
+        made[""] = text.autoencoding(texts, length, 1.0, rng())
+    if mixture.continuation or mixture.distillation:
+        following = max(2, min(mixture.following, length // 2, text.longest - length))
+        made["continuation/"] = text.continuation(texts, length, following, 1.0, rng())
+    if mixture.autoregressive:
+        window = round(mixture.window.mode)
+        made["autoregressive/"] = text.autoregressive(texts, length, 1.0, rng(), window=window, segment=mixture.segment)
     return made
 
 
