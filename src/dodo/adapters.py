@@ -179,11 +179,13 @@ class Adapters:
     # -- training
 
     def checkpoint_gradients(self) -> None:
-        """Keep no activations inside the base's layers: the backward pass runs each again, with the adapter it had.
+        """Keep no activations inside the base's layers but the last: the backward pass runs each again, with the adapter it had.
+
+        The last is where encoding ends in the middle (`AllKept`), which can't be run again.
 
         transformers' own switch takes the cache away from checkpointed layers, and with it the nuggets.
         """
-        for layer in layers_of(self.base):
+        for layer in layers_of(self.base)[:-1]:
             layer.forward = self._checkpointed(layer.forward)
 
     def _checkpointed(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -25,6 +25,7 @@ from dodo.straight_through import straight_through
 
 __all__ = [
     "NuggetCache",
+    "AllKept",
     "OnePassCache",
     "attention_masks",
     "cache_argument",
@@ -99,7 +100,8 @@ class OnePassCache(DynamicCache):
     """The cache of a single forward pass: shows a past that it leaves as it is, and keeps selected tokens (Eq. 5, 7).
 
     The full keys and values of a layer live only while that layer runs, so encoding needs less memory than a prefill. Running
-    a layer twice, as gradient checkpointing does, gives the same twice.
+    a layer twice, as gradient checkpointing does, gives the same twice. Where tokens are kept, the pass ends with `AllKept` as
+    soon as the last layer's are: nothing else of that layer is wanted.
 
     Args:
         layers: number of the base's layers.
@@ -110,6 +112,7 @@ class OnePassCache(DynamicCache):
     def __init__(self, layers: int, *, past: tuple[Tensor, Tensor] | None = None, keep: Tensor | None = None) -> None:
         super().__init__()
         self.layers: list[Any] = [_OnePassLayer(None if past is None else (past[0][i], past[1][i]), keep) for i in range(layers)]
+        self.layers[-1].is_last = True
 
     def kept(self) -> tuple[Tensor, Tensor]:
         """Keys and values [L, B, H, K + K', D] of the past and, behind it, of the kept tokens."""
@@ -117,7 +120,13 @@ class OnePassCache(DynamicCache):
         return torch.stack(keys), torch.stack(values)
 
 
+class AllKept(Exception):
+    """The last layer's keys and values are in: the rest of the forward pass would compute what nobody reads."""
+
+
 class _OnePassLayer(DynamicLayer):
+    is_last = False
+
     def __init__(self, past: tuple[Tensor, Tensor] | None, keep: Tensor | None) -> None:
         super().__init__()
         self.keep = keep
@@ -129,6 +138,8 @@ class _OnePassLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.keep is not None:
             self.kept = self._behind_past(gather_tokens(key_states, self.keep), gather_tokens(value_states, self.keep))
+            if self.is_last:
+                raise AllKept
         return self._behind_past(key_states, value_states)
 
     def _behind_past(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ Shapes: B texts, T tokens, K states, M decoder tokens, V vocabulary.
 """
 
 import dataclasses
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from dodo.adapters import PHI, THETA, Adapters
 from dodo.architecture import FeatureLayers, backbone, device_of, layer_windows, rotary_of, window_of
-from dodo.attention import OnePassCache, attention_masks, cache_argument, check_gradient_backend
+from dodo.attention import AllKept, OnePassCache, attention_masks, cache_argument, check_gradient_backend
 from dodo.config import DodoConfig
 from dodo.errors import InputError, WindowError
 from dodo.nuggets import Fingerprint, Nuggets
@@ -219,7 +220,7 @@ class Compressor(nn.Module):
                 key_positions=torch.cat([past.positions, positions], dim=1),
                 key_mask=torch.cat([past.mask, torch.ones_like(positions, dtype=torch.bool)], dim=1),
             )
-        with self.adapters.use(PHI):
+        with self.adapters.use(PHI), suppress(AllKept):
             backbone(self.base)(input_ids=input_ids, position_ids=positions, use_cache=True, **kwargs)
         keys, values = cache.kept()
         if past is None and not bool(selection.mask.all()):
