@@ -10,6 +10,8 @@ One step is forward and backward, no optimiser, on the same adapters and the sam
               for the scorer, an ordinary cache from which nuggets are gathered afterwards, whole logits, plain PEFT
     LoRA      plain PEFT and transformers' own loss on the document alone, one adapter
 
+and on a text of 1,024 tokens, the autoregressive LM's parallel pass beside LoRA.
+
 Each way lives in a process of its own, and they take turns. The first two must come to the same nuggets, loss and gradients,
 the third to the loss that our arithmetic has for the same text and adapter. Writes results/benchmark-training.json.
 """
@@ -26,11 +28,11 @@ from typing import Any
 import torch
 from measuring import ROOT, side_by_side, write_page, write_result
 from torch import Tensor, nn
-from training_ways import BASE, RANK, RATIO
+from training_ways import BASE, RANK, RATIO, SEGMENT, WINDOW
 
 warnings.simplefilter("ignore")
 
-TOKENS, ROUNDS = 512, 5
+TOKENS, WHOLE, ROUNDS = 512, 1024, 5
 TOLERANCES = {"float32": (1e-4, 1e-2), "bfloat16": (5e-3, 1e-1)}
 """Of losses and of gradient norms, relative."""
 
@@ -43,6 +45,8 @@ def main() -> None:
         _write_adapters(folder)
         for dtype in dtypes:
             measured |= _measure(dtype, folder)
+        for dtype in dtypes:
+            measured |= _measure_autoregressive(dtype, folder)
     path = write_result(
         "benchmark-training",
         measured,
@@ -56,6 +60,7 @@ def main() -> None:
             "ours": "batch_loss within fused_lora, sdpa",
             "authors'": "attention weights written out, copied feature layers, whole cache and logits, plain PEFT",
             "LoRA": "plain PEFT and transformers' loss on the document, sdpa",
+            "autoregressive": f"{WHOLE} tokens, window {WINDOW}, segment {SEGMENT}, batch_loss within fused_lora, sdpa",
             "peak memory": "VmHWM of a process that only loads and takes steps",
         },
     )
@@ -90,6 +95,26 @@ def _measure(dtype: str, folder: Path) -> dict[str, Any]:
         "ours / LoRA: s per step": seconds["ours"] / seconds["LoRA"],
     }
     return {dtype: table, f"{dtype}: where our time goes, share": shares}
+
+
+def _measure_autoregressive(dtype: str, folder: Path) -> dict[str, Any]:
+    text = json.loads((folder / "text.json").read_text())
+    (folder / "text.json").write_text(json.dumps({**text, "ids": (text["ids"] * 2)[:WHOLE]}))
+    processes = {name: _Process(name, dtype, folder) for name in ("autoregressive", "LoRA")}
+    for process in processes.values():
+        process.ask("step")
+    seconds = side_by_side({name: partial(process.ask, "step") for name, process in processes.items()}, rounds=ROUNDS)
+    peak = {name: process.ask("memory")["VmHWM"] for name, process in processes.items()}
+    for process in processes.values():
+        process.end()
+    table: dict[str, Any] = {}
+    for name in processes:
+        table |= {f"{name}: s per step": seconds[name], f"{name}: peak memory of the process, bytes": peak[name]}
+    table |= {
+        "autoregressive / LoRA: s per step": seconds["autoregressive"] / seconds["LoRA"],
+        "autoregressive / LoRA: peak memory of the process": peak["autoregressive"] / peak["LoRA"],
+    }
+    return {f"{dtype}: autoregressive": table}
 
 
 def _check(processes: dict[str, "_Process"], dtype: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Three ways to take the training step that `training.py` measures, each for a process of its own.
+"""Ways to take the training step that `training.py` measures, each for a process of its own.
 
     python benchmarks/training_ways.py WAY DTYPE FOLDER
 
@@ -6,6 +6,7 @@ Reads names of methods of a `Way` from stdin, a line each, and answers each with
 """
 
 import copy
+import dataclasses
 import json
 import sys
 import warnings
@@ -20,6 +21,7 @@ from measuring import process_memory
 from torch import Tensor, nn
 
 BASE, RATIO, RANK = "smollm2-135m", 5.0, 16
+WINDOW, SEGMENT = 128, 64
 SCORING = "features and scores"
 PARTS = ("linear layers of the base", "LoRA", "attention", "head and loss", "elementwise and the rest", SCORING)
 
@@ -149,6 +151,26 @@ def _ours(dtype: str, folder: Path) -> Way:
     )
 
 
+def _autoregressive(dtype: str, folder: Path) -> Way:
+    from dodo.training.fused import fused_lora
+    from dodo.training.objectives import batch_loss
+
+    compressor, read = _dodo(dtype, folder).compressor, _batch(folder)
+    ids = read.documents
+    batch = dataclasses.replace(
+        read,
+        objective="autoregressive",
+        ratio=10.0,
+        documents=ids[:, :-1],
+        document_mask=read.document_mask[:, :-1],
+        targets=ids[:, 1:],
+        window=WINDOW,
+        segment=SEGMENT,
+    )
+    groups = {"adapters": compressor.adapters.parameters(), "scorer": list(compressor.scorer.parameters())}
+    return Way(loss=lambda: batch_loss(compressor, batch).total, groups=groups, context=fused_lora(compressor.base))
+
+
 def _authors(dtype: str, folder: Path) -> Way:
     from peft import PeftModel
     from safetensors.torch import load_file
@@ -225,7 +247,7 @@ def _only_the_base(dtype: str, _: Path) -> Way:
     return Way(loss=lambda: base.lm_head.weight.sum(), groups={})
 
 
-WAYS = {"ours": _ours, "authors'": _authors, "LoRA": _lora, "base": _only_the_base}
+WAYS = {"ours": _ours, "authors'": _authors, "autoregressive": _autoregressive, "LoRA": _lora, "base": _only_the_base}
 
 
 def _matmul_attention(
