@@ -14,10 +14,11 @@ import pytest
 import torch
 import yaml
 
-from dodo.data.batches import Batch, TextSource
+from dodo.data.batches import Batch, Draw, TextSource
 from dodo.data.shards import Ragged, Shard
 from dodo.errors import InputError
 from dodo.model import Dodo
+from dodo.training.mixture import BatchMaker
 from dodo.training.module import NanLossError, TrainingModule, rate_at
 from dodo.training.objectives import Way, batch_loss
 from dodo.training.recipe import Optimizer, load_recipe
@@ -309,6 +310,17 @@ def test_an_autoregressive_loss_is_that_of_the_parallel_pass_with_one_token_in_r
 def _words_as_shard() -> Shard:
     ids = np.random.default_rng(1).integers(5, 60, 200)
     return Shard("text", Ragged(ids.astype(np.uint16), np.array([0, 200])))
+
+
+def test_ratios_are_drawn_from_the_objectives_range_and_capped_by_the_schedule(recipe_file: Path) -> None:
+    settings = ["mixture.ratio={low: 3, mode: 5, high: 20}", "mixture.ratio_from=4", "mixture.ratio_steps=50"]
+    narrow = "mixture.question_ratio={low: 1, mode: 1.5, high: 2}"
+    maker = BatchMaker(load_recipe(recipe_file, [*settings, narrow]), None, None)
+    assert maker._ratio_range(0, "autoencoding") == Draw(3, 4, 4)
+    assert maker._ratio_range(25, "recall") == Draw(3, 12, 5)
+    assert maker._ratio_range(50, "autoencoding") == Draw(3, 20, 5)
+    assert maker._ratio_range(0, "question") == maker._ratio_range(50, "question") == Draw(1, 2, 1.5)
+    assert BatchMaker(load_recipe(recipe_file, settings), None, None)._ratio_range(50, "question") == Draw(3, 20, 5)
 
 
 def test_every_recipe_loads() -> None:

@@ -40,7 +40,7 @@ class BatchMaker:
         shared, rng = np.random.default_rng((seed, step, 3)), np.random.default_rng((seed, number))
         mixture, tokens = self.recipe.mixture, self.recipe.running.tokens
         objective = _OBJECTIVES[int(shared.choice(len(_OBJECTIVES), p=self._weights))]
-        ratio = round(draw_skewed(self._ratio_range(step), rng), 2)
+        ratio = round(draw_skewed(self._ratio_range(step, objective), rng), 2)
         if objective == "question":
             assert self.questions is not None
             near = int(shared.integers(len(self.questions))) + int(rng.integers(-100, 101))  # others of about that length
@@ -64,13 +64,14 @@ class BatchMaker:
                 batch = self.text.continuation(count, length, following, ratio, rng, distil=objective == "distillation")
         return dataclasses.replace(batch, number=number)
 
-    def _ratio_range(self, step: int) -> Draw:
+    def _ratio_range(self, step: int, objective: Objective) -> Draw:
         mixture = self.recipe.mixture
+        ratio = (mixture.question_ratio if objective == "question" else None) or mixture.ratio
         if mixture.ratio_from is None or step >= mixture.ratio_steps:
-            return mixture.ratio
+            return ratio
         done = step / mixture.ratio_steps
-        high = max(mixture.ratio.low, mixture.ratio_from + done * (mixture.ratio.high - mixture.ratio_from))
-        return Draw(mixture.ratio.low, high, min(mixture.ratio.mode, high))
+        high = min(ratio.high, max(ratio.low, mixture.ratio_from + done * (mixture.ratio.high - mixture.ratio_from)))
+        return Draw(ratio.low, high, min(ratio.mode, high))
 
 
 def way_at(recipe: Recipe, number: int) -> Way:

@@ -49,6 +49,8 @@ class Mixture:
     """Eq. 11; the adapters become those of an autoregressive LM, and are saved with thresholds."""
     ratio: Draw = Draw(10.0, 10.0, 10.0)
     """Tokens per nugget, drawn per batch. Paper: fixed."""
+    question_ratio: Draw | None = None
+    """Of question batches; None: as of all. Answers are learned at low ratios first."""
     length: Draw = Draw(512.0, 512.0, 512.0)
     """Tokens of a text to be rebuilt or recalled, drawn per batch."""
     context: Draw = Draw(512.0, 512.0, 512.0)
@@ -77,8 +79,9 @@ class Mixture:
             raise InputError("mixture: the weights of the objectives must not be negative, and one must be positive")
         if self.segment < 1 or self.window.low < 1:
             raise InputError("mixture: window and segment are at least 1 token")
-        if self.ratio.low < 1:
-            raise InputError(f"mixture.ratio: ratios are at least 1, not {self.ratio.low}")
+        for ratio in filter(None, (self.ratio, self.question_ratio)):
+            if ratio.low < 1:
+                raise InputError(f"mixture.ratio: ratios are at least 1, not {ratio.low}")
 
 
 @dataclass(frozen=True)
