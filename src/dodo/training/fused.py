@@ -124,18 +124,18 @@ class _RmsNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
-        over = square.div_(x.shape[-1]).add_(eps).rsqrt_()  # 1 / rms
+        x32 = x.to(torch.float32, copy=True)
+        over = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # 1 / rms
         ctx.save_for_backward(x, weight, over)
-        return (x.float() * over).to(x.dtype).mul_(weight)
+        return x32.mul_(over).to(x.dtype).mul_(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, over = ctx.saved_tensors
-        dy, x32 = (grad * weight).float(), x.float()
+        dy, x32 = (grad * weight).float(), x.float()  # dy is new, also in fp32
         along = (dy * x32).sum(-1, keepdim=True).mul_(over.square().div_(-x.shape[-1]))
-        return torch.addcmul(dy, x32, along).mul_(over).to(x.dtype), None, None
+        return dy.addcmul_(x32, along).mul_(over).to(x.dtype), None, None
 
 
 class _GatedSilu(Function):
