@@ -135,7 +135,8 @@ def _curve(runs: list[Path]) -> list[str]:
     for run in runs:
         for step, name, value in _rows(run, "validation"):
             found[run.name, step][name] = value
-    names = [n for n in next(iter(found.values())) if (n.startswith("loss/") and n.endswith("/scorer")) or n.startswith("bleu/")]
+    every = dict.fromkeys(name for values in found.values() for name in values)
+    names = [n for n in every if (n.startswith("loss/") and n.endswith("/scorer")) or n.startswith("bleu/")]
     shown = [name.removesuffix("/scorer").replace("loss/", "") for name in names]
     lines = [f"| run | step | {' | '.join(shown)} |", f"| --- | ---: |{' ---: |' * len(names)}"]
     for (run, step), values in found.items():
