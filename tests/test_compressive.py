@@ -39,7 +39,7 @@ def seen(lm: Compressive, t: int, origin: int) -> tuple[list[int], list[int]]:
 
 
 def slow(lm: Compressive, ids: Tensor, origin: int = 0) -> Tensor:
-    """Token by token, over a cache that is put together for each of them: means of keys that are turned to position 0 and back."""
+    """Token by token, over a cache that is put together for each of them: means of keys that are turned to 0 and back."""
     compressor, base, past, logits = lm.compressor, lm.compressor.base, DynamicCache(), []
     layers = range(base.config.num_hidden_layers)
     for t in range(ids.shape[1]):

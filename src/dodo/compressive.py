@@ -1,11 +1,13 @@
 """*Compressive*, the paper's baseline as a language model: past tokens pooled evenly, by the mean, in every layer.
 
-Paper: Section 5.1, after Rae et al. (2020). The keys and values of each r consecutive past tokens become one state; recent tokens are
-seen whole; a LoRA (theta) decodes. Where `Autoregressive` selects, this averages; the rest of the two is the same. The mean is that
-of the keys before their rotation, turned to the last position of their group: averaging keys and values is averaging the hidden
-states that they are projected from, as long as nothing but a projection is in between (Qwen 3 and Gemma 3 normalise keys first).
+Paper: Section 5.1, after Rae et al. (2020). The keys and values of each r consecutive past tokens become one state; recent
+tokens are seen whole; a LoRA (theta) decodes. Where `Autoregressive` selects, this averages; the rest of the two is the same.
+The mean is that of the keys before their rotation, turned to the last position of their group: averaging keys and values is
+averaging the hidden states that they are projected from, as long as nothing but a projection is in between (Qwen 3 and Gemma 3
+normalise keys first).
 
-Nothing of a family's attention is replaced: the groups stand in a cache, in front of the tokens' own keys, under a mask by position.
+Nothing of a family's attention is replaced: the groups stand in a cache, in front of the tokens' own keys, under a mask by
+position.
 
 Shapes: B texts, T tokens, G groups, V vocabulary, d width, H key/value heads, D head width.
 """
