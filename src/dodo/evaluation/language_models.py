@@ -133,8 +133,8 @@ class Selected:
 
 
 class Averaged:
-    """Compressive: S / 2 means of r tokens each, and the last S / 2 tokens whole. Of a short history, the oldest tokens that would
-    make less than a group are left out: whole, they would be states beyond S.
+    """Compressive: S / 2 means of r tokens each, and the last S / 2 tokens whole. Of a short history, the oldest tokens
+    that would make less than a group are left out: whole, they would be states beyond S.
 
     Args:
         ratio: r, a whole number.
