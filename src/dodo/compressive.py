@@ -124,7 +124,7 @@ class Compressive:
             "use_cache": True,
             cache_argument(base): _PoolingCache(self.compressor.rotary, ratio=self.ratio, first=first, groups=groups),
         }
-        with self.compressor.adapters.merged(THETA):
+        with self.compressor.adapters.use(THETA):
             if states:
                 hidden: Tensor = backbone(base)(**inputs).last_hidden_state
                 return hidden

@@ -8,7 +8,6 @@ Shapes: B rows, T tokens of a row, M tokens of its segment, V vocabulary, d widt
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -63,9 +62,7 @@ class Tail:
     @torch.no_grad()
     def score(self, rows: Tensor, targets: Tensor, states: int) -> Scored:
         compressor, M = self.dodo.compressor, targets.shape[1]
-        adapters = compressor.adapters
-        on: AbstractContextManager[None] = adapters.merged(THETA) if self.theta else adapters.use(None)
-        with on:
+        with compressor.adapters.use(THETA if self.theta else None):
             read: Any = backbone(compressor.base)(input_ids=rows, use_cache=False)
         return Scored(_nats(self.dodo, read.last_hidden_state, targets), torch.full((len(rows),), rows.shape[1] - M))
 

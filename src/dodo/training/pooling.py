@@ -37,7 +37,7 @@ def compressive_loss(
 
 @torch.no_grad()
 def validate_compressive(compressor: Compressor, batches: Mapping[str, Batch], settings: Pooling) -> dict[str, float]:
-    """Loss (nats per token) and accuracy of each batch at each window: `loss/n512/r10/tau32`, `accuracy/...`; `loss`: the mean."""
+    """Loss (nats per token) and accuracy of each batch at each window: `loss/n512/r10/tau32`, `accuracy/...`; their mean."""
     found: dict[str, float] = {}
     for name, batch in batches.items():
         for window in settings.windows:
