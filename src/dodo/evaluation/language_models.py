@@ -7,6 +7,7 @@ for every method alike; the segment's own earlier tokens are seen in addition.
 Shapes: B rows, T tokens of a row, M tokens of its segment, V vocabulary, d width.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -75,6 +76,9 @@ class Selected:
         choice: by the threshold of the adapters (Eq. 8): the number of nuggets varies, the latest S / 2 are held at most;
             the r-th part with the highest scores, so that there are exactly S / 2 of a whole history; or every r-th token.
 
+    Attributes:
+        threshold: Lambda, or None where it does not select.
+
     Raises:
         InputError: there are no thresholds.
     """
@@ -82,7 +86,8 @@ class Selected:
     def __init__(self, dodo: Dodo, *, ratio: int, choice: Literal["dodo", "top-k", "stride"] = "dodo") -> None:
         self.dodo, self.ratio = dodo, ratio
         self.name: str = choice
-        self._threshold, self._features = -torch.inf, 512
+        self.threshold: float | None = None
+        self._features = 512
         if choice == "dodo" and dodo.thresholds is None:
             raise InputError(
                 "these adapters have no thresholds, by which method dodo selects: estimate them with dodo calibrate, "
@@ -91,7 +96,7 @@ class Selected:
         if dodo.thresholds is not None:
             self._features = dodo.thresholds.feature_window
         if choice == "dodo" and dodo.thresholds is not None:
-            self._threshold = dodo.thresholds.at(ratio)
+            self.threshold = dodo.thresholds.at(ratio)
 
     def history(self, states: int) -> int:
         return (self.ratio + 1) * states // 2
@@ -102,7 +107,7 @@ class Selected:
         first, start = int(compressor.config.keep_first), rows.shape[1] - M
         lm = Autoregressive(
             compressor,
-            threshold=self._threshold,
+            threshold=-math.inf if self.threshold is None else self.threshold,
             window=states // 2,
             segment=M,
             feature_window=self._features,

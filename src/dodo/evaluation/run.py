@@ -87,7 +87,13 @@ def evaluate(
         "seed": seed,
     }
     if task == Perplexity.name:
-        settings |= {"states": list(measuring.states), "segment": segment, "keep_first": dodo.config.keep_first}
+        settings |= {
+            "states": list(measuring.states),
+            "segment": segment,
+            "keep_first": dodo.config.keep_first,
+            "whole history at ratio": ratio,
+            "threshold": getattr(how, "threshold", None),
+        }
     part = out.with_suffix(".part.jsonl")
     made, seconds = _done_before(part, settings)
     for begin in range(0, len(items), batch):
