@@ -43,9 +43,9 @@ def language_model(compressor: Compressor, ids: Tensor | None = None, **settings
 # -- the parallel pass against a slow loop
 
 
-def seen(lm: Autoregressive, kept: list[bool], t: int, *, nuggets_only: bool = False) -> list[int]:
+def seen(lm: Autoregressive, kept: list[bool], t: int, *, origin: int = 0, nuggets_only: bool = False) -> list[int]:
     """Eq. 9 and 10 by hand: the tokens that token t sees, or those of them that it sees for being kept."""
-    start = t - t % lm.segment
+    start = t - (t - origin) % lm.segment
     left = max(0, start - lm.window)
     first = 1 if lm.keep_first else 0
     nuggets = [j for j in range(first, left) if kept[j]]
@@ -56,13 +56,13 @@ def seen(lm: Autoregressive, kept: list[bool], t: int, *, nuggets_only: bool = F
     return sorted({*range(first), *nuggets, *range(left, t + 1)})
 
 
-def slow(lm: Autoregressive, ids: Tensor, kept: list[bool]) -> Tensor:
+def slow(lm: Autoregressive, ids: Tensor, kept: list[bool], origin: int = 0) -> Tensor:
     """Token by token over a cache of everything, each with its adapter and a mask of what it sees."""
     compressor, T = lm.compressor, ids.shape[1]
     cache, logits = DynamicCache(), []
     for t in range(T):
         mask = torch.zeros(1, t + 1, dtype=torch.bool)
-        mask[0, seen(lm, kept, t)] = True
+        mask[0, seen(lm, kept, t, origin=origin)] = True
         here, before = torch.tensor([[t]]), torch.arange(t + 1)[None]
         masks = attention_masks(compressor.base, query_positions=here, key_positions=before, key_mask=mask)
         with torch.no_grad(), compressor.adapters.use(PHI if kept[t] or (lm.keep_first and t == 0) else THETA):
@@ -81,6 +81,16 @@ def test_the_parallel_pass_equals_a_slow_loop(pair: Maker, family: str, keep_fir
         kept = (lm.score(ids) > lm.threshold)[0].tolist()
         assert 5 < sum(kept) < 20
         close(lm.forward(ids), slow(lm, ids, kept))
+
+
+@pytest.mark.parametrize("origin", [2, 7])
+def test_segments_can_start_at_any_position(pair: Maker, origin: int) -> None:
+    compressor = stir(pair(keep_first=True).compressor)
+    ids = tokens(1, 30)
+    lm = language_model(compressor, ids, max_states=12)
+    with torch.no_grad():
+        kept = (lm.score(ids) > lm.threshold)[0].tolist()
+        close(lm.forward(ids, origin=origin), slow(lm, ids, kept, origin))
 
 
 @family

@@ -22,6 +22,7 @@ __all__ = [
     "device_of",
     "layer_windows",
     "layers_of",
+    "logits_of",
     "lora_targets",
     "rotary_of",
     "window_of",
@@ -102,6 +103,20 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     layers = backbone(model).layers
     assert isinstance(layers, nn.ModuleList)
     return layers
+
+
+def logits_of(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """What the language-model head makes of states behind the final norm, capped where the family caps them.
+
+    Args:
+        states: [..., d].
+
+    Returns:
+        fp32 [..., V].
+    """
+    logits: Tensor = model.get_output_embeddings()(states).float()
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def window_of(config: PreTrainedConfig) -> int:

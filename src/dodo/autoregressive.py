@@ -144,6 +144,7 @@ class Autoregressive:
         *,
         scores: Tensor | None = None,
         kept: Tensor | None = None,
+        origin: int = 0,
         states: bool = False,
     ) -> Tensor:
         """Logits of the token behind each token, in one pass over whole texts. Paper: Eq. 8 to 10, and Eq. 18 with gradients.
@@ -156,6 +157,7 @@ class Autoregressive:
             attention_mask: [B, T], 0 for padding on either side.
             scores: fp32 [B, T], takes the place of the scorer's.
             kept: bool [B, T], takes the place of Eq. 8's choice, whatever the scores, which still get the term.
+            origin: a position at which a segment starts.
             states: leave out the language-model head, and return the states that it would read.
 
         Returns:
@@ -178,8 +180,8 @@ class Autoregressive:
         positions = _positions(real)
         first = real & (positions == 0) & self.keep_first
         kept = (self.keep(scores) if kept is None else kept) & real
-        left = positions // self.segment * self.segment - self.window  # [B, T], where each query's window starts
-        recent = positions[:, None, :] >= left[:, :, None]  # [B, queries, keys]
+        left = (positions - origin).div(self.segment, rounding_mode="floor") * self.segment + origin - self.window
+        recent = positions[:, None, :] >= left[:, :, None]  # [B, queries, keys]: left is where each query's window starts
         nuggets = self._nuggets((kept & ~first)[:, None, :] & ~recent)
         masks = attention_masks(
             base,

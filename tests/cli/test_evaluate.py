@@ -71,13 +71,59 @@ def test_texts_are_rebuilt_by_length(run, models, texts, tmp_path):
 
 
 def test_the_command_line_knows_all_tasks_and_methods():
-    from dodo.cli.evaluate import command
+    from dodo.cli import evaluate
+    from dodo.evaluation.language_models import LANGUAGE_MODELS
     from dodo.evaluation.methods import METHODS
     from dodo.evaluation.tasks import TASKS
 
-    choices = {parameter.name: getattr(parameter.type, "choices", None) for parameter in command.params}
-    assert set(choices["task"]) == set(TASKS)
-    assert set(choices["method"]) == set(METHODS)
+    assert set(evaluate.TASKS) == {*TASKS, "perplexity"}
+    assert all(set(evaluate.TASKS[task]) == set(METHODS) for task in TASKS)
+    assert set(evaluate.TASKS["perplexity"]) == set(LANGUAGE_MODELS)
+
+
+@pytest.mark.parametrize("method", ["top-k", "compressive", "full"])
+def test_perplexity_at_each_number_of_states(run, models, texts, tmp_path, method):
+    flags = ("--states", "8", "--states", "4", "--segment", "8", "--ratio", "3", "--limit", "90", "--batch", "16")
+    out = tmp_path / "ppl.json"
+    result = run("evaluate", "perplexity", "--data", texts, "--method", method, *flags, "--out", out, "--model", models.trained)
+    assert "8 states" in result.stdout
+    record = json.loads(out.read_text())
+    assert list(record["measured"]) == ["8 states", "4 states"]
+    assert (record["settings"]["states"], record["settings"]["segment"]) == ([8, 4], 8)
+    assert record["settings"]["ratio"] == (None if method == "full" else 3)
+    for states in (8, 4):
+        found = record["measured"][f"{states} states"]
+        assert found["states each"] == states + 1
+        assert 90 <= found["subwords, all"] < 98
+        assert found["subwords"] < found["subwords, all"]
+        assert found["subword perplexity"] > 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("perplexity", "--states", "7"), "--states 7: must be even"),
+        (("perplexity", "--states", "0"), "--states"),
+        (("perplexity", "--method", "nodoc"), "--method nodoc: can't do perplexity; its methods are dodo, top-k"),
+        (("squad", "--method", "compressive"), "--method compressive: can't do squad"),
+        (("squad", "--states", "8"), "--states 8: has no effect in squad"),
+        (("autoencoding", "--segment", "8"), "--segment 8: has no effect in autoencoding"),
+        (("perplexity", "--length", "8"), "--length 8: has no effect in perplexity"),
+        (("perplexity", "--examples", "1"), "--examples 1: has no effect in perplexity"),
+        (("perplexity", "--ratio", "2.5"), "--ratio 2.5: perplexity needs a whole number"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused_before_a_model_is_loaded(run, no_model, texts, flags, message):
+    result = run("evaluate", *flags, "--data", texts)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_adapters_without_thresholds_and_a_short_window_are_refused(run, models, texts, tmp_path):
+    flags = ("--data", texts, "--model", models.trained, "--out", tmp_path / "x.json")
+    assert "dodo calibrate" in run("evaluate", "perplexity", "--states", "8", *flags).stderr
+    assert "room for 512" in run("evaluate", "perplexity", "--method", "full", "--states", "256", *flags).stderr
+    assert not (tmp_path / "x.json").exists()
 
 
 def test_data_of_another_task_is_refused_by_name(run, models, texts, questions, tmp_path):

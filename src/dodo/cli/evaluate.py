@@ -10,7 +10,14 @@ import click
 from dodo.cli.options import json_option, load_model, model_options, note_fresh, ratio_value
 from dodo.cli.terminal import echo_json, table
 
-__all__ = ["command"]
+__all__ = ["TASKS", "command"]
+
+TASKS = {
+    "autoencoding": ("dodo", "stride", "random", "full", "nodoc", "truncate"),
+    "squad": ("dodo", "stride", "random", "full", "nodoc", "truncate"),
+    "perplexity": ("dodo", "top-k", "stride", "compressive", "full", "theta"),
+}
+"""The methods of each task."""
 
 
 @click.command(
@@ -19,18 +26,20 @@ Examples:
   dodo evaluate autoencoding --data heldout.jsonl.xz --ratio 5 --limit 50
   dodo evaluate squad --data squad-dev.jsonl.xz --ratio 5 --limit 400
   dodo evaluate squad --data squad-dev.jsonl.xz --method full --limit 400
+  dodo evaluate perplexity --data wiki.test.tokens --method compressive --states 64
 """
 )
-@click.argument("task", type=click.Choice(["autoencoding", "squad"]))
+@click.argument("task", type=click.Choice([*TASKS]))
 @click.option(
     "--method",
-    type=click.Choice(["dodo", "stride", "random", "full", "nodoc", "truncate"]),
+    type=click.Choice(list(dict.fromkeys(name for names in TASKS.values() for name in names))),
     default="dodo",
     show_default=True,
-    help="dodo; the same adapters with a stride or random selection; the base with the whole text, no text, or its end.",
+    help="dodo; the same adapters with a stride or random selection; the base with the whole text, no text, or its end. "
+    "In perplexity: dodo (by thresholds), top-k, stride, compressive (means), and the last states alone: full (base), theta.",
 )
 @click.option("--data", "data", multiple=True, required=True, metavar="PATH", help="Files, patterns or hf: ids; repeatable.")
-@click.option("--ratio", "-r", type=ratio_value, metavar="R", help="Tokens per nugget. [default: the model's]")
+@click.option("--ratio", "-r", type=ratio_value, metavar="R", help="Tokens per nugget. [default: the model's; 10 in perplexity]")
 @click.option(
     "--length",
     "lengths",
@@ -39,7 +48,20 @@ Examples:
     metavar="N",
     help="Tokens of the texts to rebuild; repeatable. [default: 64, 128, 256, 512]",
 )
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Items (of each length in autoencoding). [default: all]")
+@click.option(
+    "--states",
+    type=click.IntRange(min=2),
+    multiple=True,
+    metavar="S",
+    help="States held before each segment; even; repeatable. [default: 64, 128, 256]",
+)
+@click.option("--segment", type=click.IntRange(min=1), metavar="M", help="Tokens of a segment in perplexity. [default: 16]")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Items (of each length in autoencoding); tokens, about, in perplexity. [default: all]",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Which items are drawn.")
 @click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Items at a time.")
 @click.option("--examples", type=click.IntRange(min=0), default=0, show_default=True, help="Documents shown in the record.")
@@ -52,6 +74,8 @@ def command(
     data: tuple[str, ...],
     ratio: float | None,
     lengths: tuple[int, ...],
+    states: tuple[int, ...],
+    segment: int | None,
     limit: int | None,
     seed: int,
     batch: int,
@@ -62,10 +86,11 @@ def command(
     dtype: str,
     as_json: bool,
 ) -> None:
-    """Measure a method on TASK: autoencoding (rebuild texts) or squad (answer questions).
+    """Measure a method on TASK: autoencoding (rebuild texts), squad (answer questions) or perplexity (with a number of states).
 
     The record, a JSON file, has what is needed to judge and to repeat the measurement. A stopped one goes on where it was.
     """
+    _check(task, method, ratio, lengths, states, segment, examples)
     try:
         from tqdm import tqdm
 
@@ -73,10 +98,12 @@ def command(
     except ImportError as error:
         raise click.ClickException(f"evaluating needs {error.name}: pip install 'dodo-lm[evaluate]'") from None
     dodo, _ = load_model(model, device, dtype)
-    if method in ("dodo", "stride", "random"):
+    if method in ("dodo", "top-k", "stride", "random", "compressive", "theta"):
         note_fresh(dodo)
-    used = dodo.config.ratio if ratio is None else ratio
+    used = ratio if ratio is not None else 10.0 if task == "perplexity" else dodo.config.ratio
     out = out or Path("results") / f"{task}-{method}-r{used:g}.json"
+    given: dict[str, Any] = {"lengths": lengths, "states": states, "segment": segment}
+    given = {name: value for name, value in given.items() if value}
     quiet = not sys.stderr.isatty()
     with tqdm(unit="item", file=sys.stderr, mininterval=30 if quiet else 0.5) as bar:
 
@@ -90,7 +117,7 @@ def command(
             method=method,
             ratio=used,
             sources=data,
-            **({"lengths": lengths} if lengths else {}),
+            **given,
             limit=limit,
             seed=seed,
             batch=batch,
@@ -106,6 +133,30 @@ def command(
         click.echo(f"{task}, {method}, ratio {used:g}: {group}")
         click.echo(table([(f"  {name}", _shown(value)) for name, value in values.items()]))
     click.echo(f"written to {out}", err=True)
+
+
+def _check(
+    task: str,
+    method: str,
+    ratio: float | None,
+    lengths: tuple[int, ...],
+    states: tuple[int, ...],
+    segment: int | None,
+    examples: int,
+) -> None:
+    """Refuse flags that don't go together, before a model is loaded."""
+    if method not in TASKS[task]:
+        raise click.UsageError(f"--method {method}: can't do {task}; its methods are {', '.join(TASKS[task])}")
+    for_perplexity = {"--states": states[:1], "--segment": () if segment is None else (segment,)}
+    for_others = {"--length": lengths[:1], "--examples": (examples,) if examples else ()}
+    for flag, values in (for_others if task == "perplexity" else for_perplexity).items():
+        for value in values:
+            raise click.UsageError(f"{flag} {value}: has no effect in {task}; leave it out")
+    for count in states:
+        if count % 2:
+            raise click.UsageError(f"--states {count}: must be even; half of them are compressed, half are whole tokens")
+    if task == "perplexity" and ratio is not None and ratio != int(ratio):
+        raise click.UsageError(f"--ratio {ratio:g}: perplexity needs a whole number of tokens per state")
 
 
 def _shown(value: Any) -> str:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from dodo.errors import InputError
+from dodo.evaluation.language_models import make_language_model
 from dodo.evaluation.methods import make_method
+from dodo.evaluation.perplexity import STATES, Perplexity
 from dodo.evaluation.record import about_machine, commit, today, write_json
-from dodo.evaluation.tasks import LENGTHS, TASKS, Autoencoding, Item, Task
+from dodo.evaluation.tasks import LENGTHS, TASKS, Autoencoding, Item
 from dodo.model import Dodo
 
 __all__ = ["evaluate"]
@@ -23,6 +25,8 @@ def evaluate(
     ratio: float | None = None,
     sources: Sequence[str],
     lengths: Sequence[int] = LENGTHS,
+    states: Sequence[int] = STATES,
+    segment: int = 16,
     limit: int | None = None,
     seed: int = 0,
     batch: int = 8,
@@ -35,12 +39,14 @@ def evaluate(
 
     Args:
         dodo: base and adapters.
-        task: autoencoding or squad.
-        method: see `methods.METHODS`.
-        ratio: tokens per nugget; None: the configured one.
+        task: autoencoding, squad or perplexity.
+        method: see `methods.METHODS`, and for perplexity `language_models.LANGUAGE_MODELS`.
+        ratio: tokens per nugget; None: the configured one, for perplexity the paper's 10.
         sources: files, patterns or `hf:` ids.
         lengths: of the texts that are rebuilt, in tokens.
-        limit: items (of each length in autoencoding); None: all.
+        states: held before each segment, in perplexity.
+        segment: tokens scored at a time, in perplexity.
+        limit: items (of each length in autoencoding), tokens in perplexity; None: all.
         seed: of which items, and in what order.
         batch: items at a time.
         out: the record, a JSON file. Beside it, until the end, `*.part.jsonl` holds what is done.
@@ -51,12 +57,20 @@ def evaluate(
     Raises:
         InputError: no such task or method, or data that is not of the task.
     """
-    if task not in TASKS:
-        raise InputError(f"there is no task {task!r}; tasks are {', '.join(TASKS)}")
-    ratio = dodo.config.ratio if ratio is None else ratio
-    measuring: Task = Autoencoding(lengths) if task == "autoencoding" else TASKS[task]()
-    how = make_method(method, dodo, ratio)
-    items = measuring.items(sources, dodo.tokenizer, limit, seed)
+    if task not in (*TASKS, Perplexity.name):
+        raise InputError(f"there is no task {task!r}; tasks are {', '.join(TASKS)}, {Perplexity.name}")
+    measuring: Any
+    how: Any
+    if task == Perplexity.name:
+        ratio = 10.0 if ratio is None else ratio
+        how = make_language_model(method, dodo, ratio)
+        measuring = Perplexity(dodo, states=states, segment=segment, ratio=ratio)
+        items = measuring.items(sources, limit, seed)
+    else:
+        ratio = dodo.config.ratio if ratio is None else ratio
+        how = make_method(method, dodo, ratio)
+        measuring = Autoencoding(lengths) if task == "autoencoding" else TASKS[task]()
+        items = measuring.items(sources, dodo.tokenizer, limit, seed)
     settings = {
         "task": task,
         "method": method,
@@ -64,7 +78,7 @@ def evaluate(
         "base fingerprint": dodo.fingerprint.base,
         "adapters": "trained" if dodo.is_trained else "fresh",
         "adapter fingerprint": dodo.fingerprint.adapter,
-        "ratio": None if method in ("full", "nodoc") else ratio,
+        "ratio": None if method in ("full", "nodoc", "theta") else ratio,
         "selection": dodo.config.selection,
         "dtype": str(dodo.compressor.base.dtype).removeprefix("torch."),
         "data": [Path(source).name for source in sources],
@@ -72,6 +86,14 @@ def evaluate(
         "limit": limit,
         "seed": seed,
     }
+    if task == Perplexity.name:
+        settings |= {
+            "states": list(measuring.states),
+            "segment": segment,
+            "keep_first": dodo.config.keep_first,
+            "whole history at ratio": ratio,
+            "threshold": getattr(how, "threshold", None),
+        }
     part = out.with_suffix(".part.jsonl")
     made, seconds = _done_before(part, settings)
     for begin in range(0, len(items), batch):

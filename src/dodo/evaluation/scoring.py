@@ -5,8 +5,9 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
-__all__ = ["contains_answer", "corpus_bleu", "normalized", "share_error", "share_rebuilt"]
+__all__ = ["contains_answer", "corpus_bleu", "normalized", "perplexity", "share_error", "share_rebuilt"]
 
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 KINDS: dict[str, str] = {
@@ -51,9 +52,27 @@ def corpus_bleu(made: Sequence[str], wanted: Sequence[str], *, groups: int = 10)
     return score(pairs), _jackknife(score, pairs, min(groups, len(pairs)))
 
 
-def _jackknife(
-    score: Callable[[Sequence[tuple[str, str]]], float], pairs: Sequence[tuple[str, str]], groups: int
-) -> float | None:
+def perplexity(nats: Sequence[float], counts: Sequence[int]) -> tuple[float | None, float | None]:
+    """exp of the mean nats over all texts, and its standard error by a jackknife over texts (None of nothing, and for one text).
+
+    Args:
+        nats: of each text, summed over what is counted.
+        counts: subwords or words of each text; texts of none are left out.
+
+    >>> perplexity([0.0, 0.0], [3, 1])
+    (1.0, 0.0)
+    """
+    pairs = [(n, count) for n, count in zip(nats, counts, strict=True) if count]
+    if not pairs:
+        return None, None
+
+    def score(pairs: Sequence[tuple[float, int]]) -> float:
+        return math.exp(sum(n for n, _ in pairs) / sum(count for _, count in pairs))
+
+    return score(pairs), _jackknife(score, pairs, len(pairs))
+
+
+def _jackknife(score: Callable[[Sequence[Any]], float], pairs: Sequence[Any], groups: int) -> float | None:
     if groups < 2:
         return None
     without = [score([pair for i, pair in enumerate(pairs) if i % groups != group]) for group in range(groups)]

@@ -14,6 +14,7 @@ from typing import Any
 from lightning import Callback, Trainer
 
 from dodo.data.batches import Batch
+from dodo.training.pooling import validate_compressive
 from dodo.training.recipe import Recipe
 from dodo.training.validation import rebuild, validate
 
@@ -125,6 +126,8 @@ class Validation(_EachStep):
             trainer.should_stop = True
 
     def _measured(self, module: Any, step: int) -> dict[str, float]:
+        if self._recipe.model == "compressive":
+            return validate_compressive(module.compressor, self._batches, self._recipe.pooling)
         row = validate(module.dodo, self._batches, ("scorer", "stride"))
         first = next(iter(self._batches))
         if self._recipe.running.reconstruct and self._batches[first].objective == "autoencoding":

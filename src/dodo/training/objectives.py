@@ -23,7 +23,7 @@ from dodo.nuggets import Nuggets
 from dodo.selection import stride
 from dodo.training.fused import linear_cross_entropy
 
-__all__ = ["Loss", "Way", "batch_loss", "encode", "select_rows"]
+__all__ = ["Loss", "Way", "batch_loss", "encode", "select_rows", "token_loss"]
 
 Way = Literal["scorer", "stride"]
 """How tokens are selected: as the configuration says, or by a fixed stride, the control that a learned selection must beat."""
@@ -89,6 +89,18 @@ def batch_loss(
     divisor = divisor or max(1, len(targets_N))
     if batch.objective == "distillation":
         return _distilled(compressor, batch, states_ND, targets_N, counted, divisor, kl_weights)
+    return token_loss(compressor, states_ND, targets_N, divisor=divisor)
+
+
+def token_loss(compressor: Compressor, states: Tensor, targets: Tensor, *, divisor: float | None = None) -> Loss:
+    """Cross-entropy of the language-model head.
+
+    Args:
+        states: [N, D], behind the final norm.
+        targets: int64 [N].
+        divisor: what the sum is divided by; None: N.
+    """
+    states_ND, targets_N, divisor = states, targets, divisor or max(1, len(targets))
     if not _plain_head(compressor):
         logits = compressor.base.get_output_embeddings()(states_ND).float()
         logits = _capped(compressor, logits)

@@ -1,0 +1,190 @@
+"""Ways to write on with a bounded number of states of the text before: the whole of its end, selected, or averaged.
+
+Paper: Section 5 (Dodo, Compressive, Full). A row is a stretch of history, read afresh, and behind it a segment whose next
+tokens are scored. Before the segment a method holds at most S states, and with `keep_first` one more, the text's first token,
+for every method alike; the segment's own earlier tokens are seen in addition.
+
+Shapes: B rows, T tokens of a row, M tokens of its segment, V vocabulary, d width.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dodo.adapters import THETA
+from dodo.architecture import backbone, logits_of
+from dodo.autoregressive import Autoregressive
+from dodo.compressive import Compressive
+from dodo.errors import InputError
+from dodo.model import Dodo
+from dodo.selection import count_nuggets
+
+__all__ = ["LANGUAGE_MODELS", "Averaged", "LanguageModel", "Scored", "Selected", "Tail", "make_language_model"]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a language model makes of rows.
+
+    nats: fp32 [B, M], -log p of each target. states: int64 [B], held before the segment.
+    """
+
+    nats: Tensor
+    states: Tensor
+
+
+class LanguageModel(Protocol):
+    """What the perplexity task needs."""
+
+    name: str
+
+    def history(self, states: int) -> int:
+        """Tokens before a segment that are read to hold S states; the text's first token is not counted where it is kept."""
+        ...
+
+    def score(self, rows: Tensor, targets: Tensor, states: int) -> Scored:
+        """Read rows, int64 [B, T], and score what follows each of their last M tokens, int64 [B, M], with S states held."""
+        ...
+
+
+class Tail:
+    """Full: the last S tokens and no others; by the base, or with theta."""
+
+    def __init__(self, dodo: Dodo, *, name: str = "full", theta: bool = False) -> None:
+        self.dodo, self.name, self.theta = dodo, name, theta
+
+    def history(self, states: int) -> int:
+        return states
+
+    @torch.no_grad()
+    def score(self, rows: Tensor, targets: Tensor, states: int) -> Scored:
+        compressor, M = self.dodo.compressor, targets.shape[1]
+        with compressor.adapters.use(THETA if self.theta else None):
+            read: Any = backbone(compressor.base)(input_ids=rows, use_cache=False)
+        return Scored(_nats(self.dodo, read.last_hidden_state, targets), torch.full((len(rows),), rows.shape[1] - M))
+
+
+class Selected:
+    """Dodo: up to S / 2 nuggets of the r S / 2 tokens before the last S / 2, which are whole.
+
+    Args:
+        ratio: r, a whole number.
+        choice: by the threshold of the adapters (Eq. 8): the number of nuggets varies, the latest S / 2 are held at most;
+            the r-th part with the highest scores, so that there are exactly S / 2 of a whole history; or every r-th token.
+
+    Attributes:
+        threshold: Lambda, or None where it does not select.
+
+    Raises:
+        InputError: there are no thresholds.
+    """
+
+    def __init__(self, dodo: Dodo, *, ratio: int, choice: Literal["dodo", "top-k", "stride"] = "dodo") -> None:
+        self.dodo, self.ratio = dodo, ratio
+        self.name: str = choice
+        self.threshold: float | None = None
+        self._features = 512
+        if choice == "dodo" and dodo.thresholds is None:
+            raise InputError(
+                "these adapters have no thresholds, by which method dodo selects: estimate them with dodo calibrate, "
+                "or take --method top-k"
+            )
+        if dodo.thresholds is not None:
+            self._features = dodo.thresholds.feature_window
+        if choice == "dodo" and dodo.thresholds is not None:
+            self.threshold = dodo.thresholds.at(ratio)
+
+    def history(self, states: int) -> int:
+        return (self.ratio + 1) * states // 2
+
+    @torch.no_grad()
+    def score(self, rows: Tensor, targets: Tensor, states: int) -> Scored:
+        compressor, M = self.dodo.compressor, targets.shape[1]
+        first, start = int(compressor.config.keep_first), rows.shape[1] - M
+        lm = Autoregressive(
+            compressor,
+            threshold=-math.inf if self.threshold is None else self.threshold,
+            window=states // 2,
+            segment=M,
+            feature_window=self._features,
+            max_states=states + M + first,
+        )
+        left = max(0, start - lm.window)
+        scores = lm.score(rows)
+        kept = self._kept(lm, scores, slice(first, max(first, left)))
+        hidden = lm.forward(rows, scores=scores, kept=kept, origin=start, states=True)
+        nuggets = kept[:, first : max(first, left)].sum(-1).clamp_max(lm.capacity)
+        return Scored(_nats(self.dodo, hidden, targets), (min(first, left) + nuggets + start - left).cpu())
+
+    def _kept(self, lm: Autoregressive, scores: Tensor, history: slice) -> Tensor:
+        """bool [B, T]; `history` are the tokens whose selection counts for the segment."""
+        if self.name == "dodo":
+            return lm.keep(scores)
+        if self.name == "stride":
+            place = torch.arange(scores.shape[1], device=scores.device) - history.start
+            return (place % self.ratio == self.ratio - 1).expand(scores.shape)
+        before = scores[:, history]
+        if not before.shape[1]:
+            return torch.zeros_like(scores, dtype=torch.bool)
+        least = before.topk(count_nuggets(before.shape[1], ratio=self.ratio)).values[:, -1:]
+        return scores >= least
+
+
+class Averaged:
+    """Compressive: S / 2 means of r tokens each, and the last S / 2 tokens whole. Of a short history, the oldest tokens
+    that would make less than a group are left out: whole, they would be states beyond S.
+
+    Args:
+        ratio: r, a whole number.
+    """
+
+    def __init__(self, dodo: Dodo, *, ratio: int) -> None:
+        self.dodo, self.ratio, self.name = dodo, ratio, "compressive"
+
+    def history(self, states: int) -> int:
+        return (self.ratio + 1) * states // 2
+
+    @torch.no_grad()
+    def score(self, rows: Tensor, targets: Tensor, states: int) -> Scored:
+        M, half, first = targets.shape[1], states // 2, int(self.dodo.config.keep_first)
+        start = rows.shape[1] - M
+        odd = max(0, start - half - first) % self.ratio
+        rows, start = torch.cat([rows[:, :first], rows[:, first + odd :]], dim=1), start - odd
+        lm = Compressive(self.dodo.compressor, ratio=self.ratio, window=half, segment=M, max_groups=half)
+        held = int(lm.seen(rows.shape[1], origin=start)[start].sum()) - 1  # but for the segment's first token itself
+        hidden = lm.forward(rows, origin=start, states=True)
+        return Scored(_nats(self.dodo, hidden, targets), torch.full((len(rows),), held))
+
+
+LANGUAGE_MODELS: dict[str, Callable[[Dodo, int], LanguageModel]] = {
+    "dodo": lambda dodo, ratio: Selected(dodo, ratio=ratio),
+    "top-k": lambda dodo, ratio: Selected(dodo, ratio=ratio, choice="top-k"),
+    "stride": lambda dodo, ratio: Selected(dodo, ratio=ratio, choice="stride"),
+    "compressive": lambda dodo, ratio: Averaged(dodo, ratio=ratio),
+    "full": lambda dodo, ratio: Tail(dodo),
+    "theta": lambda dodo, ratio: Tail(dodo, name="theta", theta=True),
+}
+"""By name: from a model and a ratio."""
+
+
+def make_language_model(name: str, dodo: Dodo, ratio: float) -> LanguageModel:
+    """A language model by its name.
+
+    Raises:
+        InputError: there is none of that name, a ratio that is not a whole number, or no thresholds for it.
+    """
+    if name not in LANGUAGE_MODELS:
+        raise InputError(f"method {name!r} can't do task perplexity; methods are {', '.join(LANGUAGE_MODELS)}")
+    if ratio != int(ratio):
+        raise InputError(f"perplexity needs a whole number of tokens per state, not ratio {ratio:g}")
+    return LANGUAGE_MODELS[name](dodo, int(ratio))
+
+
+def _nats(dodo: Dodo, hidden: Tensor, targets: Tensor) -> Tensor:
+    """fp32 [B, M], of hidden states [B, T, d] whose last M are those of the segment."""
+    logits = logits_of(dodo.compressor.base, hidden[:, -targets.shape[1] :])
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape).cpu()

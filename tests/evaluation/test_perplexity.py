@@ -1,0 +1,268 @@
+"""Laws of perplexity with a bounded number of states, and of the methods that hold them."""
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dodo.architecture import backbone
+from dodo.autoregressive import Autoregressive
+from dodo.compressive import Compressive
+from dodo.errors import InputError
+from dodo.evaluation.language_models import LANGUAGE_MODELS, Scored, make_language_model
+from dodo.evaluation.perplexity import Perplexity, articles
+from dodo.evaluation.scoring import perplexity
+from dodo.model import Dodo
+from dodo.thresholds import Thresholds
+from tests.cli.tiny import TEXT, save_model
+from tests.conftest import stir
+
+STATES, SEGMENT, RATIO = 8, 4, 3
+HISTORY = (RATIO + 1) * STATES // 2
+
+
+@pytest.fixture(scope="module")
+def dodo(tmp_path_factory: pytest.TempPathFactory) -> Dodo:
+    made = Dodo.from_pretrained(save_model(tmp_path_factory.mktemp("perplexity") / "base"))
+    stir(made.compressor)
+    scores = made.compressor.score(torch.tensor([made.document_ids(TEXT)])).detach().flatten()
+    middle = float(scores.quantile(1 - 1 / RATIO))
+    made.thresholds = Thresholds(ratios=(2, RATIO, 10), values=(middle - 1, middle, middle + 1), tokens=99, feature_window=512)
+    return made
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("\n".join(json.dumps({"text": TEXT[i:][:n]}) for i, n in enumerate((200, 150, 9))), encoding="utf-8")
+    return path
+
+
+class Made:
+    """A language model whose nats are made of the targets alone, and which notes them."""
+
+    name = "made"
+
+    def __init__(self) -> None:
+        self.targets: list[int] = []
+
+    def history(self, states: int) -> int:
+        return states
+
+    def score(self, rows: Tensor, targets: Tensor, states: int) -> Scored:
+        self.targets += targets.flatten().tolist()
+        return Scored(1 + targets.float() / 100, torch.full((len(rows),), states))
+
+
+def task(dodo: Dodo, **settings: Any) -> Perplexity:
+    return Perplexity(dodo, **({"states": (STATES,), "segment": SEGMENT, "ratio": RATIO} | settings))
+
+
+def measured(dodo: Dodo, method: Any, source: Path, *, batch: int = 7, **settings: Any) -> Any:
+    measuring = task(dodo, **settings)
+    items = measuring.items([str(source)], None, 0)
+    made = {}
+    for begin in range(0, len(items), batch):
+        some = items[begin : begin + batch]
+        made |= {item.key: result for item, result in zip(some, measuring.run(method, some), strict=True)}
+    return measuring, items, made, measuring.measure(items, made)
+
+
+# -- the definition, against a loop
+
+
+def alone(dodo: Dodo, name: str, row: list[int], start: int) -> Tensor:
+    """Log-probabilities behind a row's last token, in a pass of their own; the segment starts at `start`."""
+    ids, half = torch.tensor([row]), STATES // 2
+    compressor = dodo.compressor
+    if name in ("full", "theta"):
+        with compressor.adapters.use("theta" if name == "theta" else None):
+            return compressor.base(ids).logits[0, -1].log_softmax(-1)
+    if name == "compressive":
+        odd = max(0, start - 1 - half) % RATIO
+        ids, start = torch.tensor([row[:1] + row[1 + odd :]]), start - odd
+        pooled = Compressive(compressor, ratio=RATIO, window=half, segment=SEGMENT, max_groups=half)
+        return pooled.forward(ids, origin=start)[0, -1].log_softmax(-1)
+    assert dodo.thresholds is not None
+    lm = Autoregressive(
+        compressor, threshold=dodo.thresholds.at(RATIO), window=half, segment=SEGMENT, max_states=STATES + SEGMENT + 1
+    )
+    kept = None
+    past = max(0, start - 1 - half)  # tokens that compete
+    if name == "stride":
+        kept = torch.tensor([[(i - 1) % RATIO == RATIO - 1 for i in range(len(row))]])
+    if name == "top-k":
+        scores = lm.score(ids)[0].tolist()
+        least = sorted(scores[1 : 1 + past], reverse=True)[: math.ceil(past / RATIO)] or [math.inf]
+        kept = torch.tensor([[score >= least[-1] for score in scores]])
+    return lm.forward(ids, kept=kept, origin=start)[0, -1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+@torch.no_grad()
+def test_each_token_is_scored_as_by_a_pass_of_its_own(dodo: Dodo, texts: Path, name: str) -> None:
+    texts.write_text(json.dumps({"text": TEXT[:110]}), encoding="utf-8")
+    _, items, made, found = measured(dodo, make_language_model(name, dodo, RATIO), texts)
+    ids = dodo.document_ids(TEXT[:110])
+    reach = STATES if name in ("full", "theta") else HISTORY
+    nats = {}
+    for i in range(1, len(ids)):
+        start = (i - 1) // SEGMENT * SEGMENT
+        before = ids[max(1, start - reach) : start]
+        row = [*ids[: min(1, start)], *before, *ids[start:i]]
+        nats[i] = -float(alone(dodo, name, row, len(row) - (i - start))[ids[i]])
+    for item in items:
+        expected = [nats[i] for i in range(item.start + 1, min(item.start + 1 + SEGMENT, len(ids)))]
+        assert made[item.key]["nats"] == pytest.approx(expected, abs=2e-3)
+    whole = [n for i, n in nats.items() if (i - 1) // SEGMENT * SEGMENT >= HISTORY + 1]
+    assert found["8 states"]["subword perplexity"] == pytest.approx(math.exp(sum(whole) / len(whole)), rel=1e-3)
+    assert found["8 states"]["subword perplexity, all"] == pytest.approx(math.exp(sum(nats.values()) / len(nats)), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_a_method_sees_as_many_states_as_it_says(dodo: Dodo, texts: Path, name: str) -> None:
+    seen: list[list[int]] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if module is not backbone(dodo.compressor.base):  # the scorer's view of it, which has its hooks
+            return
+        mask, T = kwargs.get("attention_mask"), kwargs["input_ids"].shape[1]
+        if mask is None:
+            seen.append([T - SEGMENT] * len(kwargs["input_ids"]))
+        else:
+            first = mask[:, 0, T - SEGMENT] > torch.finfo(mask.dtype).min / 2
+            seen.append((first.sum(-1) - 1).expand(len(kwargs["input_ids"])).tolist())
+
+    handle = backbone(dodo.compressor.base).register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        measuring, items, made, found = measured(dodo, make_language_model(name, dodo, RATIO), texts, batch=1)
+    finally:
+        handle.remove()
+    assert [made[item.key]["states"] for item in items] == [row[0] for row in seen]
+    whole = [made[item.key]["states"] for item in items if item.start >= HISTORY + 1]
+    assert max(row[0] for row in seen) <= STATES + 1
+    assert found["8 states"]["states each"] == pytest.approx(sum(whole) / len(whole))
+    if name != "dodo":  # whose thresholds give more or less
+        assert set(whole) == {STATES + 1}
+    assert measuring._whole(STATES) == HISTORY + 1
+
+
+def test_the_whole_text_in_view_is_the_bases_own_perplexity(dodo: Dodo, texts: Path) -> None:
+    _, _, _, found = measured(dodo, make_language_model("full", dodo, RATIO), texts, states=(200,))
+    nats, count = 0.0, 0
+    for line in texts.read_text().splitlines():
+        ids = torch.tensor([dodo.document_ids(json.loads(line)["text"])])
+        with torch.no_grad(), dodo.compressor.adapters.use(None):
+            logits = dodo.compressor.base(ids).logits[0, :-1]
+        nats += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        count += ids.shape[1] - 1
+    assert found["200 states"]["subwords, all"] == count
+    assert found["200 states"]["subword perplexity, all"] == pytest.approx(math.exp(nats / count), rel=1e-4)
+    assert found["200 states"]["subword perplexity"] is None  # no text is long enough to be compressed into 200 states
+
+
+# -- counting
+
+
+def test_each_token_is_scored_once(dodo: Dodo, texts: Path) -> None:
+    method = Made()
+    _, items, made, found = measured(dodo, method, texts)
+    rows = [dodo.document_ids(json.loads(line)["text"]) for line in texts.read_text().splitlines()]
+    wanted = [token for row in rows for token in row[1:]]
+    assert not Counter(wanted) - Counter(method.targets)  # beyond them, only what segments are filled up with
+    assert sum(len(made[item.key]["nats"]) for item in items) == found["8 states"]["subwords, all"] == len(wanted)
+    mean = sum(1 + token / 100 for token in wanted) / len(wanted)
+    assert found["8 states"]["subword perplexity, all"] == pytest.approx(math.exp(mean), rel=1e-4)
+    assert found["8 states"]["texts, all"] == 3
+    assert found["8 states"]["subwords"] < len(wanted)
+
+
+def test_a_word_is_the_product_of_its_subwords_and_unknown_words_are_left_out(dodo: Dodo, tmp_path: Path) -> None:
+    text = " \n = The Dodo = \n \n The <unk> weighed 17 @.@ 5 kilograms . \n \n = Next = \n \n A <unk> <unk> bird . \n"
+    path = tmp_path / "wiki.tokens"
+    path.write_text(text, encoding="utf-8")
+    _, _, _, found = measured(dodo, Made(), path)
+    nats, words, left_out = 0.0, 0, 0.0
+    subwords = 0
+    for article in articles(text):
+        made = dodo.tokenizer(article, add_special_tokens=False, return_offsets_mapping=True)
+        end = 0
+        for word in [*article.split(), ""]:  # the last is the white space at the end
+            begin, end = end, article.index(word, end) + len(word) if word else len(article)
+            spans = [(i, span) for i, span in zip(made["input_ids"], made["offset_mapping"], strict=True)]
+            mine = [1 + i / 100 for i, (_, e) in spans if begin < e <= end]
+            if word == "<unk>":
+                left_out += sum(mine)
+                continue
+            subwords += len(mine)
+            nats += sum(mine) if word else 0
+            words += bool(word)
+    assert left_out > 0
+    assert found["8 states"]["words, all"] == words == 17
+    assert found["8 states"]["word perplexity, all"] == pytest.approx(math.exp(nats / words), rel=1e-4)
+    assert found["8 states"]["subwords, all"] == subwords
+    assert found["8 states"]["texts, all"] == 2
+
+
+def test_articles_begin_at_their_titles_and_nothing_is_lost() -> None:
+    first, second = " = A = \n \n One . \n = 3 = \n \n = = B = = \n \n Two . \n \n", " = C = \n \n Three . \n"
+    assert articles(" \n" + first + second) == [first, second]
+    assert articles("no title") == ["no title"]
+    assert articles("before it \n \n = A = \n \n One .") == ["before it \n \n", " = A = \n \n One ."]
+
+
+def test_a_limit_takes_the_first_tokens_of_texts_in_a_fixed_order(dodo: Dodo, texts: Path) -> None:
+    few, again, more = (task(dodo).items([str(texts)], limit, 0) for limit in (30, 30, 60))
+    assert len(few) in (8, 9)  # a text's last segment may be short
+    assert few == again
+    assert {item.key for item in few} < {item.key for item in more}
+
+
+def test_perplexity_and_its_error_by_hand() -> None:
+    value, error = perplexity([2.0, 6.0], [2, 2])
+    assert value == pytest.approx(math.exp(2))
+    assert error == pytest.approx((math.exp(3) - math.exp(1)) / 2)  # half the difference of the two that leave one out
+    assert perplexity([2.0, 0.0], [2, 0]) == (pytest.approx(math.e), None)
+    assert perplexity([], []) == (None, None)
+
+
+# -- what can't be
+
+
+def test_what_can_not_be_is_refused(dodo: Dodo, tmp_path: Path) -> None:
+    for states, message in (((7,), "even"), ((0,), "even"), ((300,), "room for 512")):
+        with pytest.raises(InputError, match=message):
+            task(dodo, states=states)
+    with pytest.raises(InputError, match="at least 1"):
+        task(dodo, segment=0)
+    with pytest.raises(InputError, match="methods are dodo, top-k"):
+        make_language_model("random", dodo, 10)
+    with pytest.raises(InputError, match="whole number"):
+        make_language_model("dodo", dodo, 2.5)
+    known, dodo.thresholds = dodo.thresholds, None
+    try:
+        with pytest.raises(InputError, match="dodo calibrate"):
+            make_language_model("dodo", dodo, 10)
+        make_language_model("top-k", dodo, 10)
+    finally:
+        dodo.thresholds = known
+    (tmp_path / "none.jsonl").write_text("")
+    with pytest.raises(InputError, match="no text of two tokens"):
+        task(dodo).items([str(tmp_path / "none.jsonl")], None, 0)
+
+
+def test_without_a_kept_first_token_states_are_s_exactly(dodo: Dodo, texts: Path) -> None:
+    config = dodo.compressor.config
+    dodo.compressor.config = dataclasses.replace(config, keep_first=False)
+    try:
+        for name in ("top-k", "compressive", "full"):
+            _, _, _, found = measured(dodo, make_language_model(name, dodo, RATIO), texts)
+            assert found["8 states"]["states each"] == STATES
+    finally:
+        dodo.compressor.config = config
