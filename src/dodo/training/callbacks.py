@@ -14,7 +14,7 @@ from typing import Any
 from lightning import Callback, Trainer
 
 from dodo.data.batches import Batch
-from dodo.training.pooling import validate_compressive
+from dodo.training.objectives import Way
 from dodo.training.recipe import Recipe
 from dodo.training.validation import rebuild, validate
 
@@ -126,9 +126,8 @@ class Validation(_EachStep):
             trainer.should_stop = True
 
     def _measured(self, module: Any, step: int) -> dict[str, float]:
-        if self._recipe.model == "compressive":
-            return validate_compressive(module.compressor, self._batches, self._recipe.pooling)
-        row = validate(module.dodo, self._batches, ("scorer", "stride"))
+        ways: tuple[Way, ...] = ("pooled",) if self._recipe.model == "compressive" else ("scorer", "stride")
+        row = validate(module.dodo, self._batches, ways)
         first = next(iter(self._batches))
         if self._recipe.running.reconstruct and self._batches[first].objective == "autoencoding":
             made = rebuild(module.dodo, self._batches[first], texts=self._recipe.running.reconstruct)

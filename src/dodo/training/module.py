@@ -21,8 +21,7 @@ from dodo.errors import DodoError
 from dodo.model import Dodo
 from dodo.thresholds import RATIOS, Thresholds
 from dodo.training.mixture import way_at
-from dodo.training.objectives import Loss, Way, batch_loss
-from dodo.training.pooling import compressive_loss
+from dodo.training.objectives import batch_loss
 from dodo.training.recipe import Optimizer, Recipe
 
 __all__ = ["NanLossError", "TrainingModule", "rate_at"]
@@ -64,7 +63,8 @@ class TrainingModule(LightningModule):
 
     def training_step(self, batch: Batch, _: int) -> Tensor:
         way = way_at(self.recipe, batch.number)
-        loss = self.loss(batch, way)
+        kl = (self.recipe.mixture.kl_forward, self.recipe.mixture.kl_reverse)
+        loss = batch_loss(self.compressor, batch, way, kl_weights=kl)
         if not math.isfinite(loss.sum):
             self._stop_for_nan(batch, "the loss")
         self.tokens_seen += self._over_processes(batch.document_tokens)
@@ -73,13 +73,6 @@ class TrainingModule(LightningModule):
         mixture = self.recipe.mixture
         scale = {"question": mixture.question_scale, "continuation": mixture.continuation_scale}.get(batch.objective, 1.0)
         return loss.total * scale
-
-    def loss(self, batch: Batch, way: Way) -> Loss:
-        """Of the model that the recipe names."""
-        if self.recipe.model == "compressive":
-            return compressive_loss(self.compressor, batch, self.recipe.pooling)
-        kl = (self.recipe.mixture.kl_forward, self.recipe.mixture.kl_reverse)
-        return batch_loss(self.compressor, batch, way, kl_weights=kl)
 
     def _over_processes(self, count: int) -> int:
         """The sum over the processes of the run."""

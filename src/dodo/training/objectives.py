@@ -15,18 +15,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dodo.architecture import backbone
+from dodo.architecture import backbone, logits_of
 from dodo.autoregressive import Autoregressive
+from dodo.compressive import Compressive
 from dodo.compressor import Compressor
 from dodo.data.batches import Batch
 from dodo.nuggets import Nuggets
 from dodo.selection import stride
 from dodo.training.fused import linear_cross_entropy
 
-__all__ = ["Loss", "Way", "batch_loss", "encode", "select_rows", "token_loss"]
+__all__ = ["Loss", "Way", "batch_loss", "encode", "select_rows"]
 
-Way = Literal["scorer", "stride"]
-"""How tokens are selected: as the configuration says, or by a fixed stride, the control that a learned selection must beat."""
+Way = Literal["scorer", "stride", "pooled"]
+"""How tokens are selected: as the configuration says; by a fixed stride, the control that a learned selection must beat; or not
+at all, where the past of an autoregressive LM is averaged (`Compressive`)."""
 
 
 @dataclass(frozen=True)
@@ -89,21 +91,8 @@ def batch_loss(
     divisor = divisor or max(1, len(targets_N))
     if batch.objective == "distillation":
         return _distilled(compressor, batch, states_ND, targets_N, counted, divisor, kl_weights)
-    return token_loss(compressor, states_ND, targets_N, divisor=divisor)
-
-
-def token_loss(compressor: Compressor, states: Tensor, targets: Tensor, *, divisor: float | None = None) -> Loss:
-    """Cross-entropy of the language-model head.
-
-    Args:
-        states: [N, D], behind the final norm.
-        targets: int64 [N].
-        divisor: what the sum is divided by; None: N.
-    """
-    states_ND, targets_N, divisor = states, targets, divisor or max(1, len(targets))
     if not _plain_head(compressor):
-        logits = compressor.base.get_output_embeddings()(states_ND).float()
-        logits = _capped(compressor, logits)
+        logits = logits_of(compressor.base, states_ND)
         losses = torch.nn.functional.cross_entropy(logits, targets_N, reduction="none")
         correct = int((logits.argmax(-1) == targets_N).sum())
         return Loss(losses.sum() / divisor, len(targets_N), float(losses.detach().sum()), correct)
@@ -115,6 +104,9 @@ def token_loss(compressor: Compressor, states: Tensor, targets: Tensor, *, divis
 
 def _read_on(compressor: Compressor, batch: Batch, way: Way) -> Tensor:
     """States [B, T, D] of the autoregressive LM. Its threshold is estimated anew from the scores of each batch."""
+    if way == "pooled":
+        averaging = Compressive(compressor, ratio=round(batch.ratio), window=batch.window, segment=batch.segment)
+        return averaging.forward(batch.documents, states=True)
     lm = Autoregressive(compressor, threshold=math.inf, window=batch.window, segment=batch.segment)
     scores = lm.score(batch.documents)
     if way == "stride":
@@ -134,11 +126,6 @@ def _plain_head(compressor: Compressor) -> bool:
     return capped is None and head.weight.is_floating_point() and getattr(head, "bias", None) is None
 
 
-def _capped(compressor: Compressor, logits: Tensor) -> Tensor:
-    cap = getattr(compressor.base.config, "final_logit_softcapping", None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
 def _distilled(
     compressor: Compressor,
     batch: Batch,
@@ -153,9 +140,8 @@ def _distilled(
     with torch.no_grad(), compressor.adapters.use(None):
         whole = torch.cat([batch.documents, batch.decoder], dim=1)
         taught = backbone(compressor.base)(input_ids=whole, use_cache=False).last_hidden_state[:, T:]
-    head = compressor.base.get_output_embeddings()
-    teacher_NV = _capped(compressor, head(taught[counted]).float()).log_softmax(-1)
-    student_NV = _capped(compressor, head(states_ND).float()).log_softmax(-1)
+    teacher_NV = logits_of(compressor.base, taught[counted]).log_softmax(-1)
+    student_NV = logits_of(compressor.base, states_ND).log_softmax(-1)
     forward = torch.nn.functional.kl_div(student_NV, teacher_NV, log_target=True, reduction="sum")
     reverse = torch.nn.functional.kl_div(teacher_NV, student_NV, log_target=True, reduction="sum")
     total = kl_weights[0] * forward + kl_weights[1] * reverse

@@ -18,7 +18,7 @@ from dodo.config import DodoConfig
 from dodo.data.batches import Draw, Objective
 from dodo.errors import InputError
 
-__all__ = ["Data", "Mixture", "Optimizer", "Pooling", "Recipe", "Running", "Selection", "load_recipe"]
+__all__ = ["Data", "Mixture", "Optimizer", "Recipe", "Running", "Selection", "load_recipe"]
 
 
 @dataclass(frozen=True)
@@ -95,20 +95,6 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Pooling:
-    """What the baseline that averages its past sees. Paper: Section 5.1."""
-
-    windows: tuple[int, ...] = (32, 64, 128)
-    """tau, recent tokens seen whole; batches take them in turn."""
-    segment: int = 16
-    """Tokens that share a splitting index."""
-
-    def __post_init__(self) -> None:
-        if not self.windows or min(*self.windows, self.segment) < 1:
-            raise InputError("pooling: there must be a window, and windows and segment of at least 1 token")
-
-
-@dataclass(frozen=True)
 class Optimizer:
     """AdamW, cosine with warm-up. Paper: Section 3."""
 
@@ -176,7 +162,7 @@ class Recipe:
     base: str
     name: str = "dodo"
     model: Literal["dodo", "compressive"] = "dodo"
-    """What is trained: Dodo, or theta alone over means of the past, which reads the documents of text batches."""
+    """What is trained: Dodo, or theta alone over means of the past, the baseline of Section 5.1."""
     start: str | None = None
     """Folder of adapters and scorer to start from; None: fresh ones."""
     start_with: Literal["all", "scorer"] = "all"
@@ -185,22 +171,19 @@ class Recipe:
     data: Data = field(default_factory=Data)
     mixture: Mixture = field(default_factory=Mixture)
     selection: Selection = field(default_factory=Selection)
-    pooling: Pooling = field(default_factory=Pooling)
     optimizer: Optimizer = field(default_factory=Optimizer)
     running: Running = field(default_factory=Running)
 
     def __post_init__(self) -> None:
         if self.model != "compressive":
             return
-        ratio = self.mixture.ratio
+        ratio, others = self.mixture.ratio, [name for name in typing.get_args(Objective) if name != "autoregressive"]
         if ratio.low != ratio.high or ratio.low != int(ratio.low):
             raise InputError(
                 "mixture.ratio: the compressive model averages a fixed whole number of tokens: low, mode and high alike"
             )
-        if self.mixture.question or self.selection.warm_start:
-            raise InputError(
-                "the compressive model has no scorer and no questions: mixture.question and selection.warm_start are 0"
-            )
+        if any(getattr(self.mixture, name) for name in others) or self.selection.warm_start:
+            raise InputError(f"the compressive model has no scorer and one objective: {', '.join(others)} and warm_start are 0")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as YAML and JSON have them."""

@@ -64,7 +64,7 @@ def question_batches(questions: QuestionSource, *, count: int, ratios: Sequence[
 
 @torch.no_grad()
 def validate(dodo: Dodo, batches: dict[str, Batch], ways: Sequence[Way] = ("scorer", "stride")) -> dict[str, float]:
-    """Loss (nats per token) and accuracy of each batch: `loss/n64/r5/scorer`, `accuracy/...`; `loss` is the scorer's mean."""
+    """Loss (nats per token) and accuracy of each batch: `loss/n64/r5/scorer`, `accuracy/...`; `loss` is the first way's mean."""
     found: dict[str, float] = {}
     for name, batch in batches.items():
         for way in ways:
@@ -73,7 +73,7 @@ def validate(dodo: Dodo, batches: dict[str, Batch], ways: Sequence[Way] = ("scor
             found[f"accuracy/{name}/{way}"] = loss.correct / loss.tokens
     for way in ways:
         losses = [value for key, value in found.items() if key.startswith("loss/") and key.endswith(way)]
-        found["loss" if way == "scorer" else f"loss/{way}"] = sum(losses) / len(losses)
+        found["loss" if way == ways[0] else f"loss/{way}"] = sum(losses) / len(losses)
     return found
 
 
