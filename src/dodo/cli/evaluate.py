@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from dodo.cli.options import json_option, load_model, model_options, note_fresh, ratio_value
-from dodo.cli.terminal import echo_json, table
+from dodo.cli.terminal import counter, echo_json, table
 
 __all__ = ["command"]
 
@@ -67,8 +67,6 @@ def command(
     The record, a JSON file, has what is needed to judge and to repeat the measurement. A stopped one goes on where it was.
     """
     try:
-        from tqdm import tqdm
-
         from dodo.evaluation.run import evaluate
     except ImportError as error:
         raise click.ClickException(f"evaluating needs {error.name}: pip install 'dodo-lm[evaluate]'") from None
@@ -77,13 +75,7 @@ def command(
         note_fresh(dodo)
     used = dodo.config.ratio if ratio is None else ratio
     out = out or Path("results") / f"{task}-{method}-r{used:g}.json"
-    quiet = not sys.stderr.isatty()
-    with tqdm(unit="item", file=sys.stderr, mininterval=30 if quiet else 0.5) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with counter("item") as progress:
         record = evaluate(
             dodo,
             task,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from dodo.data.reading import read_records, resolve
+from dodo.data.reading import read_records, resolve, text_field
 from dodo.errors import InputError
 from dodo.evaluation.methods import Method
 from dodo.evaluation.scoring import contains_answer, corpus_bleu, share_error, share_rebuilt
@@ -60,7 +60,7 @@ class Autoencoding(Task):
         self.lengths = tuple(lengths)
 
     def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
-        texts = [_text(record) for source in resolve(sources) for record in read_records(source)]
+        texts = [text_field(record) for source in resolve(sources) for record in read_records(source)]
         found: list[Item] = []
         for length in self.lengths:
             cut = windows(texts, tokenizer, length, np.random.default_rng((seed, length)), limit or len(texts))
@@ -137,12 +137,6 @@ def windows(
         if len(found) == count:
             break
     return found
-
-
-def _text(record: dict[str, Any]) -> str:
-    if not isinstance(record.get("text"), str):
-        raise InputError(f"a record has no text field 'text'; its fields are {', '.join(sorted(record)) or 'none'}")
-    return str(record["text"])
 
 
 def _grouped(items: Iterable[Item], made: dict[str, Any]) -> Iterator[tuple[str, list[Item]]]:
