@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dodo.adapter_files import SHIPPED
@@ -99,6 +100,20 @@ def test_tokens_bound_what_is_sampled_and_the_seed_draws_it(run, models, corpus,
     assert 280 < first.tokens < 300
     assert first == again
     assert first.values != other.values
+
+
+def test_no_text_gives_more_than_a_stretch_where_there_are_texts_enough(models, monkeypatch):
+    from dodo.evaluation import calibration
+
+    monkeypatch.setattr(calibration, "STRETCH", 10)
+    dodo = Dodo.from_pretrained(models.trained)
+    rows = calibration._sample(dodo, texts(0, 30), 100, np.random.default_rng(0))
+    assert list(map(len, rows)) == [10] * 10
+    whole = [dodo.document_ids(text) for text in texts(0, 10)]
+    for row, ids in zip(rows, whole, strict=True):
+        assert row in [ids[i : i + 10] for i in range(len(ids))]
+    assert {row[0] for row in rows} != {whole[0][0]}
+    assert list(map(len, calibration._sample(dodo, texts(0, 3), 100, np.random.default_rng(0)))) == [34, 34, 32]
 
 
 def test_out_gets_whole_adapters_with_thresholds(run, models, corpus, tmp_path):

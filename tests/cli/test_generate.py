@@ -27,8 +27,8 @@ def dodo(models):
 @pytest.mark.parametrize("flags", [("--threshold", "0"), ("--ratio", "1"), ("--threshold", "inf"), ("--threshold", "-inf")])
 def test_the_text_is_the_librarys(flags, run, document, models, dodo):
     given = {flags[0].removeprefix("--"): float(flags[1])}
-    expected = dodo.write(TEXT, dodo.autoregressive(**given, **MEMORY), max_new_tokens=20)
-    arguments = ("--model", models.trained, *SMALL, *flags, "--max-new-tokens", "20")
+    expected = dodo.write(TEXT, dodo.autoregressive(**given, **MEMORY), max_new_tokens=10)
+    arguments = ("--model", models.trained, *SMALL, *flags, "--max-new-tokens", "10")
     assert run("generate", document, *arguments).stdout == expected + "\n"
     assert run("generate", "-", *arguments, stdin=TEXT).stdout == expected + "\n"
     shown = json.loads(run("generate", "--prompt", TEXT, *arguments, "--json").stdout)
@@ -126,9 +126,11 @@ def test_an_interrupt_ends_reading_at_a_segments_end_and_the_rest_can_be_read(do
 def test_a_reader_that_hangs_up_ends_it_without_a_traceback(models, document):
     read, write = os.pipe()
     os.close(read)
-    flags = ("--ratio", "1", "--max-new-tokens", "400", "--model", models.base)
+    flags = ("--ratio", "1", "--max-new-tokens", "100", "--model", models.base)
     try:
-        done = subprocess.run([*COMMAND, "generate", document, *flags], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            [*COMMAND, "generate", document, *flags], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+        )
     finally:
         os.close(write)
     assert done.returncode == 1

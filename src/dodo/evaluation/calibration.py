@@ -3,6 +3,7 @@
 Paper: Section 2.2: r is about t / k, and Lambda is estimated by running a trained scorer on sampled tokens.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ __all__ = ["MOST_TEXTS", "STRETCH", "Calibration", "calibrate"]
 MOST_TEXTS = 20_000
 """Of each source; those behind them are not read, with a warning."""
 
-STRETCH = 4096
-"""Tokens of one text at most, a random stretch of a longer one, so that no text decides alone."""
+STRETCH = 1024
+"""Tokens of one text at most where there are texts enough, a random stretch of a longer one, so that few texts don't decide."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,10 +128,11 @@ def _shuffled(texts: list[str], rng: np.random.Generator) -> list[str]:
 def _sample(dodo: Dodo, texts: Sequence[str], tokens: int, rng: np.random.Generator) -> list[list[int]]:
     """Token ids, `tokens` of them if there are as many: of each text, or of a random stretch of a long one."""
     rows: list[list[int]] = []
+    longest = max(STRETCH, math.ceil(tokens / len(texts)))
     for text in texts:
         ids = dodo.document_ids(text)
-        start = int(rng.integers(max(0, len(ids) - STRETCH) + 1))
-        rows.append(ids[start : start + min(STRETCH, tokens)])
+        start = int(rng.integers(max(0, len(ids) - longest) + 1))
+        rows.append(ids[start : start + min(longest, tokens)])
         tokens -= len(rows[-1])
         if tokens == 0:
             break
