@@ -86,11 +86,11 @@ def test_pieces_come_before_the_end_and_closing_ends_the_generation(dodo):
     next(stream)
     assert cache.tokens < 300
     stream.close()
-    assert threading.active_count() == 1 or all("run" not in thread.name for thread in threading.enumerate())
+    assert not any("(run)" in thread.name for thread in threading.enumerate())
     reached = cache.tokens
     assert len(dodo.document_ids(TEXT)) <= reached < 300
-    made = generate_ids(cache.lm, dodo.document_ids("x")[1:], cache=cache, max_new_tokens=2)  # it is whole, and goes on
-    assert cache.tokens == reached + len(made) or cache.tokens == reached + 2
+    generate_ids(cache.lm, dodo.document_ids("x")[1:], cache=cache, max_new_tokens=2, eos_token_id=None)
+    assert cache.tokens == reached + 2  # it is whole, and goes on
 
 
 def test_an_interrupt_ends_reading_at_a_segments_end_and_the_rest_can_be_read(dodo):

@@ -24,8 +24,8 @@ NEW_TOKENS = 256
     epilog="""\b
 Examples:
   dodo chat --ratio 10 --model my-adapters
-  dodo chat --ratio 1 --window 256 --max-states 1024 --system "Answer in one sentence."
-  printf 'Who are you?\\nSay it again.\\n' | dodo chat --ratio 1 --json
+  dodo chat --ratio 1 --window 256 --max-states 1024 --system "Be brief." --model my-adapters
+  printf 'Who are you?\\nSay it again.\\n' | dodo chat --threshold 0 --model my-adapters --json
 """
 )
 @click.option("--system", metavar="TEXT", help="What the model is told before the first turn.")
@@ -122,4 +122,5 @@ def _read_line() -> str | None:
             return input()
         except UnicodeDecodeError as error:
             raise InputError(f"a line of standard input is not UTF-8 text: byte 0x{error.object[error.start]:02x}") from None
+    click.echo(err=True)  # Ctrl-D leaves the cursor behind the prompt
     return None

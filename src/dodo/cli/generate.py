@@ -17,7 +17,7 @@ __all__ = ["command"]
     epilog="""\b
 Examples:
   dodo generate novel.txt --ratio 10 --model my-adapters
-  dodo generate --prompt "Once upon a time" --ratio 1
+  dodo generate --prompt "Once upon a time" --ratio 1 --model my-adapters
   cat *.txt | dodo generate - --ratio 20 --window 256 --max-states 1024 --stats --model my-adapters
 """
 )
