@@ -27,6 +27,7 @@ def main() -> None:
 
     from dodo import Dodo, DodoConfig, LoraSettings
     from dodo.attention import cache_argument
+    from dodo.autoregressive import held_bytes
     from dodo.pull import pull
     from dodo.streaming import StreamingCache, feed
 
@@ -47,8 +48,7 @@ def main() -> None:
     for history in HISTORIES:
         feed(stream, torch.tensor([(ids * (history // len(ids) + 1))[stream.tokens : history]]), logits_to_keep=1)
         cache = _noise(DynamicCache(), base, history)
-        own, whole = stream.states, _bytes(cache)
-        held = _bytes(own) + _bytes(stream.features._cache)
+        states, held, whole = stream.states.get_seq_length(), stream.nbytes, held_bytes(cache)
 
         def write(step: Any) -> None:
             token = torch.tensor([[7]])
@@ -67,7 +67,7 @@ def main() -> None:
             rounds=3,
         )
         measured[f"after {history:,} tokens"] = {
-            "dodo: states held": own.get_seq_length(),
+            "dodo: states held": states,
             "dodo: bytes held, the scorer's included": held,
             "base: bytes held": whole,
             "base / dodo: bytes held": whole / held,
@@ -99,10 +99,6 @@ def _noise(cache: Any, base: Any, tokens: int) -> Any:
     for layer in range(config.num_hidden_layers):
         cache.update(*torch.randn(2, 1, config.num_key_value_heads, tokens, width), layer)
     return cache
-
-
-def _bytes(cache: Any) -> int:
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 if __name__ == "__main__":

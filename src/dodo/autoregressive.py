@@ -21,7 +21,7 @@ from dodo.attention import attention_masks, cache_argument, check_gradient_backe
 from dodo.compressor import Compressor
 from dodo.errors import InputError, WindowError
 
-__all__ = ["Autoregressive", "FeatureStream"]
+__all__ = ["Autoregressive", "FeatureStream", "held_bytes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,6 +230,11 @@ class FeatureStream:
         """Tokens held."""
         return self._cache.get_seq_length()
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the keys and values held."""
+        return held_bytes(self._cache)
+
     @torch.no_grad()
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Features of the tokens that follow what has come so far.
@@ -267,6 +272,12 @@ class FeatureStream:
     def _turn_back(self, delta: int) -> None:
         turn(self._cache, torch.full((self.states,), -delta), self._lm.compressor.rotary)
         self._next_position -= delta
+
+
+def held_bytes(cache: DynamicCache) -> int:
+    """Memory of a cache's keys and values."""
+    layers: Any = cache.layers
+    return sum(x.nbytes for layer in layers for x in (layer.keys, layer.values) if x is not None)
 
 
 def _feature_masks(lm: Autoregressive, queries: Tensor, keys: Tensor, real: Tensor) -> Any:

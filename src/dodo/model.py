@@ -14,7 +14,8 @@ import math
 import tempfile
 import threading
 import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from dodo.errors import DodoWarning, FingerprintMismatch, InputError
 from dodo.generation import generate_ids, pad_rows
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.prompts import question_prompt
+from dodo.streaming import StreamingCache
 from dodo.thresholds import Thresholds
 
 __all__ = ["Dodo"]
@@ -166,8 +168,12 @@ class Dodo:
                 input_ids, attention_mask, ratio=ratio, nuggets=nuggets, segment=segment
             )
 
-    def document_ids(self, text: str) -> list[int]:
-        """Token ids of a document: its text taken literally, the BOS token in front if the tokenizer or `keep_first` wants it.
+    def document_ids(self, text: str, *, literal: bool = True) -> list[int]:
+        """Token ids of a document, the BOS token in front if the tokenizer or `keep_first` wants it.
+
+        Args:
+            text: not empty.
+            literal: names of special tokens in the text are text; otherwise they are these tokens.
 
         Raises:
             InputError: the text is empty.
@@ -176,7 +182,7 @@ class Dodo:
             raise InputError(f"a text must be a string, not {type(text).__name__}")
         if not text:
             raise InputError("the text is empty: there is nothing to compress")
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=literal, verbose=False)["input_ids"]
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:1] != [bos] and (self.config.keep_first or _adds_bos(self.tokenizer)):
             ids = [bos, *ids]
@@ -278,17 +284,33 @@ class Dodo:
         self, nuggets: Nuggets, prompt: str | None, *, max_new_tokens: int = 128, **generation: Any
     ) -> Generator[str, None, None]:
         """Like `generate` for one text, piece by piece as the text comes. Generation ends when the iterator is closed."""
-        streamer = TextIteratorStreamer(
-            self.tokenizer, skip_prompt=prompt is not None, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
         rows = None if prompt is None else [self._prompt_ids(prompt)]
+
+        def generate(hung_up: threading.Event, **settings: Any) -> None:
+            self.generate_ids(nuggets, rows, max_new_tokens=max_new_tokens, **settings)
+
+        yield from self._pieces(generate, generation, skip_prompt=prompt is not None)
+
+    def _pieces(
+        self, generate: Callable[..., None], generation: dict[str, Any], *, skip_prompt: bool
+    ) -> Generator[str, None, None]:
+        """Text as a generation in a thread of its own makes it.
+
+        Args:
+            generate: takes an event that is set when nobody reads any more, and settings for transformers' `generate`.
+            generation: more of those.
+            skip_prompt: the first tokens that come are not new.
+        """
+        streamer = TextIteratorStreamer(
+            self.tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         failure: list[BaseException] = []
         hung_up = _HungUp()
-        generation["stopping_criteria"] = [*generation.get("stopping_criteria", ()), hung_up]
+        criteria = [*generation.get("stopping_criteria", ()), hung_up]
 
         def run() -> None:
             try:
-                self.generate_ids(nuggets, rows, max_new_tokens=max_new_tokens, streamer=streamer, **generation)
+                generate(hung_up.event, **{**generation, "streamer": streamer, "stopping_criteria": criteria})
             except BaseException as error:  # handed to the reader below
                 failure.append(error)
             finally:
@@ -300,7 +322,9 @@ class Dodo:
             yield from streamer
         finally:
             hung_up.event.set()
-            thread.join()
+            while thread.is_alive():  # a second Ctrl-C must not leave it at work on what others read
+                with suppress(KeyboardInterrupt):
+                    thread.join()
         if failure:
             raise failure[0]
 
@@ -319,11 +343,12 @@ class Dodo:
 
     # -- autoregressive LM
 
-    def estimate_thresholds(self, texts: Iterable[str], *, feature_window: int = 512) -> Thresholds:
+    def estimate_thresholds(self, texts: Iterable[str | Sequence[int]], *, feature_window: int = 512) -> Thresholds:
         """Run the scorer on sampled texts, and keep the thresholds of many ratios. Paper: Section 2.2.
 
         Args:
-            texts: some ten thousand tokens of the kind that is to be read; to be estimated again when the scorer has changed.
+            texts: or their token ids: some ten thousand tokens of the kind that is to be read; to be estimated again when the
+                scorer has changed.
             feature_window: tokens that each layer below the scorer looks back on.
 
         Returns:
@@ -333,7 +358,7 @@ class Dodo:
             InputError: an empty text, or too few tokens.
         """
         lm = Autoregressive(self.compressor, threshold=-math.inf, window=1, segment=1, feature_window=feature_window)
-        scores = lm.sampled_scores(self.document_ids(text) for text in texts)
+        scores = lm.sampled_scores(self.document_ids(text) if isinstance(text, str) else text for text in texts)
         self.thresholds = Thresholds.estimate(scores, feature_window=feature_window)
         return self.thresholds
 
@@ -392,6 +417,51 @@ class Dodo:
             lm, self.document_ids(text), max_new_tokens=max_new_tokens, pad_token_id=self._pad_id, **generation
         )
         return str(self.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def stream_text(
+        self,
+        text: str | Sequence[int],
+        lm: Autoregressive | None = None,
+        *,
+        cache: StreamingCache | None = None,
+        max_new_tokens: int = 128,
+        progress: Callable[[int, int], None] | None = None,
+        **generation: Any,
+    ) -> Generator[str, None, None]:
+        """Like `write`, piece by piece as the new text comes; the first piece, maybe empty, comes with the first new token.
+
+        Closing the iterator ends reading at the next segment's end and generation at the next token; the cache stays whole.
+
+        Args:
+            text: or its token ids, not empty.
+            lm: see `write`.
+            cache: of a text that this one follows; it takes in this text and the new one, but for the last token made.
+            max_new_tokens: at most so many tokens.
+            progress: told how many tokens of the text have been read, and how many there are.
+            generation: see `write`.
+
+        Raises:
+            InputError: see `write`.
+        """
+        if cache is None:
+            cache = StreamingCache(lm or self.autoregressive())
+        *segments, last = streaming.segments(cache, self.document_ids(text) if isinstance(text, str) else text)
+        total = sum(map(len, segments)) + len(last)
+
+        def generate(hung_up: threading.Event, **settings: Any) -> None:
+            read = 0
+            for segment in segments:
+                if hung_up.is_set():
+                    return
+                streaming.feed(cache, torch.tensor([segment], device=self.device), logits_to_keep=1)
+                read += len(segment)
+                if progress is not None:
+                    progress(read, total)
+            streaming.generate_ids(
+                cache.lm, last, cache=cache, max_new_tokens=max_new_tokens, pad_token_id=self._pad_id, **settings
+            )
+
+        yield from self._pieces(generate, generation, skip_prompt=True)
 
     # -- what nuggets belong to
 

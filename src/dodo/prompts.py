@@ -6,7 +6,9 @@ place where it has one. The document itself is compressed, so a decoder prompt h
 
 from transformers import PreTrainedTokenizerBase
 
-__all__ = ["QUESTION", "SUMMARY", "chat_turn", "question_prompt"]
+from dodo.errors import InputError
+
+__all__ = ["QUESTION", "SUMMARY", "chat_turn", "end_of_turn", "first_turn", "next_turn", "question_prompt"]
 
 QUESTION = "Based on the provided document, answer the following question: {question}"
 """Appendix D.2, the part after the document."""
@@ -26,3 +28,64 @@ def chat_turn(tokenizer: PreTrainedTokenizerBase, request: str) -> str:
         return f"\n{request}\n"
     turn = [{"role": "user", "content": request}]
     return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+
+
+# -- conversations, a turn at a time
+
+_REPLY = "\ue000reply\ue000"
+"""Stands for a reply where a chat template is asked what it puts around one."""
+
+
+def first_turn(tokenizer: PreTrainedTokenizerBase, message: str, *, system: str | None = None) -> str:
+    """A conversation's first message in the tokenizer's chat format, up to where the reply begins.
+
+    Raises:
+        InputError: there is no chat template, or it takes no system message.
+    """
+    before = [] if system is None else [{"role": "system", "content": system}]
+    try:
+        return _rendered(tokenizer, [*before, {"role": "user", "content": message}])
+    except InputError:
+        if system is not None and tokenizer.chat_template is not None:
+            raise InputError("the base's chat template takes no system message") from None
+        raise
+
+
+def next_turn(tokenizer: PreTrainedTokenizerBase, message: str) -> str:
+    """What stands between two replies: the end of the one, the user's message, and the beginning of the other.
+
+    Raises:
+        InputError: there is no chat template, or it does not show replies as they are.
+    """
+    return _behind_reply(tokenizer, [{"role": "user", "content": message}])
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token with which the chat template ends a reply, if it is one.
+
+    Raises:
+        InputError: see `next_turn`.
+    """
+    ids = tokenizer(_behind_reply(tokenizer, []), add_special_tokens=False)["input_ids"]
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return next((i for i in ids if i in special), None)
+
+
+def _behind_reply(tokenizer: PreTrainedTokenizerBase, more: list[dict[str, str]]) -> str:
+    turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _REPLY}]
+    _, found, behind = _rendered(tokenizer, turn + more).partition(_REPLY)
+    if not found:
+        raise InputError("the base's chat template does not show replies as they are, so a conversation can't go on behind one")
+    return behind
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        raise InputError("the base's tokenizer has no chat template; take a base that was made for conversations")
+    asked = messages[-1]["role"] == "user"
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asked))
+    except TemplateError as error:
+        raise InputError(f"the base's chat template can't show this conversation: {error}") from None

@@ -8,7 +8,8 @@ Shapes: T tokens of the one text that a stream holds, S states, V vocabulary, H 
 """
 
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -20,11 +21,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from dodo.adapters import PHI, THETA
 from dodo.architecture import device_of, layer_windows
 from dodo.attention import attention_masks, cache_argument, retain, turn
-from dodo.autoregressive import Autoregressive, FeatureStream
+from dodo.autoregressive import Autoregressive, FeatureStream, held_bytes
 from dodo.errors import InputError
 from dodo.generation import generation_settings, until_end
 
-__all__ = ["StreamingCache", "feed", "generate_ids", "streaming"]
+__all__ = ["StreamingCache", "feed", "generate_ids", "segments", "streaming"]
 
 
 class StreamingCache(Cache):
@@ -62,6 +63,11 @@ class StreamingCache(Cache):
         """Tokens of the text so far, held or dropped."""
         return self.tokens
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all keys and values held, the scorer's own among them."""
+        return held_bytes(self.states) + self.features.nbytes
+
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: what was dropped can't come back."""
         raise InputError("a stream can't be taken back: no assisted decoding or other methods that try tokens out")
@@ -97,6 +103,13 @@ class StreamingCache(Cache):
             turn(self, delta, lm.compressor.rotary)
             self.positions = self.positions + delta
             self.next_position = reach + 1
+
+
+def segments(cache: StreamingCache, ids: Sequence[int]) -> list[list[int]]:
+    """Token ids that follow what a stream has read, cut where its segments end; at least one piece."""
+    size = cache.lm.segment
+    ends = range(size - cache.tokens % size, len(ids), size)
+    return [list(ids[start:end]) for start, end in itertools.pairwise([0, *ends, len(ids)])]
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from dodo.cli.options import json_option, load_model, model_options, note_fresh, ratio_value
-from dodo.cli.terminal import echo_json, table
+from dodo.cli.terminal import counter, echo_json, table
 
 __all__ = ["TASKS", "command"]
 
@@ -92,8 +92,6 @@ def command(
     """
     _check(task, method, ratio, lengths, states, segment, examples)
     try:
-        from tqdm import tqdm
-
         from dodo.evaluation.run import evaluate
     except ImportError as error:
         raise click.ClickException(f"evaluating needs {error.name}: pip install 'dodo-lm[evaluate]'") from None
@@ -104,13 +102,7 @@ def command(
     out = out or Path("results") / f"{task}-{method}-r{used:g}.json"
     given: dict[str, Any] = {"lengths": lengths, "states": states, "segment": segment}
     given = {name: value for name, value in given.items() if value}
-    quiet = not sys.stderr.isatty()
-    with tqdm(unit="item", file=sys.stderr, mininterval=30 if quiet else 0.5) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with counter("item") as progress:
         record = evaluate(
             dodo,
             task,

@@ -28,8 +28,10 @@ __all__ = [
     "load_nuggets",
     "model_options",
     "note_fresh",
+    "ratio_option",
     "ratio_value",
     "refuse_selection",
+    "sampling_options",
     "selection_options",
     "size",
 ]
@@ -74,24 +76,28 @@ def model_options(function: F) -> F:
     return function
 
 
+ratio_option = click.option(
+    "--ratio", "-r", type=ratio_value, metavar="R", help="Tokens per nugget; 10 keeps one in ten. [default: the model's]"
+)
+
+
 def selection_options(function: F) -> F:
     """--ratio, --nuggets."""
-    for option in (
-        click.option("--nuggets", type=click.IntRange(min=1), metavar="K", help="Number of nuggets, instead of a ratio."),
-        click.option(
-            "--ratio", "-r", type=ratio_value, metavar="R", help="Tokens per nugget; 10 keeps one in ten. [default: the model's]"
-        ),
-    ):
-        function = option(function)
-    return function
+    nuggets = click.option("--nuggets", type=click.IntRange(min=1), metavar="K", help="Number of nuggets, instead of a ratio.")
+    return ratio_option(nuggets(function))
 
 
 def generation_options(function: F) -> F:
-    """--max-new-tokens, --temperature, --top-p, --seed, --trust-nuggets."""
+    """Those of sampling, and --trust-nuggets."""
+    trust = click.option(
+        "--trust-nuggets", is_flag=True, help="Use nuggets although their fingerprint says that another model made them."
+    )
+    return sampling_options(trust(function))
+
+
+def sampling_options(function: F) -> F:
+    """--max-new-tokens, --temperature, --top-p, --seed."""
     for option in (
-        click.option(
-            "--trust-nuggets", is_flag=True, help="Use nuggets although their fingerprint says that another model made them."
-        ),
         click.option(
             "--seed", type=click.IntRange(0, 2**63 - 1), metavar="S", help="Of sampling; the same seed gives the same text."
         ),

@@ -111,7 +111,7 @@ def _read(name: str) -> bytes:
 def _decode(data: bytes, name: str) -> str:
     shown = "standard input" if name == "-" else name
     if not data:
-        raise InputError(f"{shown} is empty: there is nothing to compress")
+        raise InputError(f"{shown} is empty: there is no text to read")
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise InputError(f"{shown} is UTF-16 (byte offset 0), not UTF-8; convert it: iconv -f UTF-16 -t UTF-8")
     if (offset := data.find(b"\0")) >= 0:
@@ -125,7 +125,7 @@ def _decode(data: bytes, name: str) -> str:
         ) from None
     text = text.removeprefix("\ufeff")
     if not text:
-        raise InputError(f"{shown} is empty but for a byte order mark: there is nothing to compress")
+        raise InputError(f"{shown} is empty but for a byte order mark: there is no text to read")
     return text
 
 

@@ -3,7 +3,7 @@
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import ERROR, getLogger
 from typing import Any, TextIO
@@ -12,7 +12,7 @@ import click
 
 from dodo.errors import DodoWarning
 
-__all__ = ["Reporter", "echo_json", "note", "own_warnings", "reporter", "silence_libraries", "table", "warn"]
+__all__ = ["Reporter", "counter", "echo_json", "note", "own_warnings", "reporter", "silence_libraries", "table", "warn"]
 
 
 def note(message: str) -> None:
@@ -68,6 +68,27 @@ def silence_libraries() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     disable_progress_bars()
+
+
+@contextmanager
+def counter(unit: str, *, brief: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, or a line every half minute where that is no terminal; told how much is done, and how much there is.
+
+    Args:
+        unit: what is counted.
+        brief: show nothing in the first second, and leave nothing behind.
+    """
+    from tqdm import tqdm
+
+    quiet = not sys.stderr.isatty()
+    shown = {"leave": not brief, "delay": float(brief), "mininterval": 30 if quiet else 0.5}
+    with tqdm(unit=unit, file=sys.stderr, **shown) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress
 
 
 class Reporter:

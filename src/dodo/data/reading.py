@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from dodo.errors import InputError
 
-__all__ = ["NON_COMMERCIAL", "permits_commercial_use", "read_records", "resolve"]
+__all__ = ["NON_COMMERCIAL", "permits_commercial_use", "read_records", "resolve", "text_field"]
 
 Record = dict[str, Any]
 
@@ -69,6 +69,18 @@ def read_records(source: str) -> Iterator[Record]:
         yield from _read_lines(source)
     else:
         raise InputError(f"{source}: data files end in .jsonl, .jsonl.xz, .jsonl.gz, .txt, .md or .parquet")
+
+
+def text_field(record: Record, name: str = "text") -> str:
+    """A field that must be there and be text.
+
+    Raises:
+        InputError: it is not.
+    """
+    value = record.get(name)
+    if not isinstance(value, str):
+        raise InputError(f"a record has no text field {name!r}; its fields are {', '.join(sorted(record)) or 'none'}")
+    return value
 
 
 def _read_lines(path: str) -> Iterator[Record]:

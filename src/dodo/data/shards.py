@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
-from dodo.data.reading import permits_commercial_use, read_records, resolve
+from dodo.data.reading import permits_commercial_use, read_records, resolve, text_field
 from dodo.errors import InputError
 from dodo.fingerprint import of_tokenizer
 from dodo.prompts import question_prompt
@@ -155,15 +155,8 @@ def _encoded(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, litera
         yield from flush()
 
 
-def _field(record: dict[str, Any], name: str) -> str:
-    value = record.get(name)
-    if not isinstance(value, str):
-        raise InputError(f"a record has no text field {name!r}; its fields are {', '.join(sorted(record)) or 'none'}")
-    return value
-
-
 def _texts(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, minimum: int) -> Shard:
-    texts = (_field(record, "text") for record in records)
+    texts = (text_field(record) for record in records)
     rows = [np.asarray(ids, np.int64) for ids in _encoded(texts, tokenizer, literal=True) if len(ids) >= minimum]
     return Shard("text", _pack(rows))
 
@@ -175,8 +168,8 @@ def _questions(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizer
         answers = record.get("answers", record.get("answer"))
         answer = answers[0] if isinstance(answers, list) and answers else answers
         if isinstance(answer, str) and answer.strip():
-            context = _field(record, "context")
-            grouped.setdefault(context, []).append((_field(record, "question"), answer.strip()))
+            context = text_field(record, "context")
+            grouped.setdefault(context, []).append((text_field(record, "question"), answer.strip()))
             titles.setdefault(context, str(record.get("title") or context))
     contexts = [np.asarray(ids, np.int64) for ids in _encoded(grouped, tokenizer, literal=True)]
     rows = zip(contexts, grouped.values(), titles.values(), strict=True)

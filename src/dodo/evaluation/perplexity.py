@@ -25,11 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dodo.data.reading import read_records, resolve
+from dodo.data.reading import read_records, resolve, text_field
 from dodo.errors import InputError
 from dodo.evaluation.language_models import LanguageModel
 from dodo.evaluation.scoring import perplexity
-from dodo.evaluation.tasks import Item, text_of
+from dodo.evaluation.tasks import Item
 from dodo.model import Dodo
 
 __all__ = ["STATES", "Perplexity", "Segment", "articles", "words_of"]
@@ -197,7 +197,7 @@ def words_of(text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, l
 
 def _texts_of(source: str) -> list[tuple[str, bool]]:
     """Texts, and whether `<unk>` stands for a word out of the vocabulary in them."""
-    texts = [text_of(record) for record in read_records(source)]
+    texts = [text_field(record) for record in read_records(source)]
     if not source.endswith(".tokens"):
         return [(text, False) for text in texts]
     return [(article, True) for text in texts for article in articles(text)]

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from dodo.data.reading import read_records, resolve
+from dodo.data.reading import read_records, resolve, text_field
 from dodo.errors import InputError
 from dodo.evaluation.methods import Method
 from dodo.evaluation.scoring import contains_answer, corpus_bleu, share_error, share_rebuilt
 
-__all__ = ["LENGTHS", "TASKS", "Autoencoding", "Item", "Squad", "Task", "text_of", "windows"]
+__all__ = ["LENGTHS", "TASKS", "Autoencoding", "Item", "Squad", "Task", "windows"]
 
 
 LENGTHS = (64, 128, 256, 512)
@@ -60,7 +60,7 @@ class Autoencoding(Task):
         self.lengths = tuple(lengths)
 
     def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
-        texts = [text_of(record) for source in resolve(sources) for record in read_records(source)]
+        texts = [text_field(record) for source in resolve(sources) for record in read_records(source)]
         found: list[Item] = []
         for length in self.lengths:
             cut = windows(texts, tokenizer, length, np.random.default_rng((seed, length)), limit or len(texts))
@@ -137,13 +137,6 @@ def windows(
         if len(found) == count:
             break
     return found
-
-
-def text_of(record: dict[str, Any]) -> str:
-    """The field `text` of a record. Raises InputError where there is none."""
-    if not isinstance(record.get("text"), str):
-        raise InputError(f"a record has no text field 'text'; its fields are {', '.join(sorted(record)) or 'none'}")
-    return str(record["text"])
 
 
 def _grouped(items: Iterable[Item], made: dict[str, Any]) -> Iterator[tuple[str, list[Item]]]:

@@ -1,0 +1,93 @@
+"""A conversation without end in bounded memory: the autoregressive LM (paper, Section 2.2), turn by turn.
+
+    chat = Chat(dodo, dodo.autoregressive(ratio=10))
+    for piece in chat.reply("Who are you?"):
+        print(piece, end="")
+
+The stream is kept from turn to turn, so nothing is read twice. The tokenizer's chat template is asked what stands between turns.
+"""
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from dodo.autoregressive import Autoregressive
+from dodo.model import Dodo
+from dodo.prompts import end_of_turn, first_turn, next_turn
+from dodo.streaming import StreamingCache
+
+__all__ = ["Chat"]
+
+
+class Chat:
+    """A conversation.
+
+    Args:
+        dodo: whose base has a chat template.
+        lm: see `Dodo.autoregressive`; None: with the configured ratio.
+        system: a message of the system, before the first turn.
+
+    Attributes:
+        cache: of all that was said, but for the last token of the last reply.
+        complete: whether the last reply came to its end by itself.
+
+    Raises:
+        InputError: there is no chat template, or it takes no system message.
+    """
+
+    def __init__(self, dodo: Dodo, lm: Autoregressive | None = None, *, system: str | None = None) -> None:
+        first_turn(dodo.tokenizer, "?", system=system)
+        self.cache = StreamingCache(lm or dodo.autoregressive())
+        self.complete = True
+        self._dodo = dodo
+        self._system = system
+        self._unread: list[int] = []  # tokens of the conversation that are not in the cache
+        known = dodo.compressor.base.generation_config.eos_token_id
+        self._ends = {*(known if isinstance(known, list) else [known]), end_of_turn(dodo.tokenizer)} - {None}
+
+    def reply(self, message: str, *, max_new_tokens: int = 256, **generation: Any) -> Generator[str, None, None]:
+        """Answer a message, piece by piece as the text comes. Closing the iterator ends the reply; the next turn follows it.
+
+        Args:
+            message: the user's.
+            max_new_tokens: at most so many tokens.
+            generation: see `Dodo.write`.
+
+        Raises:
+            InputError: see `Dodo.write`.
+        """
+        ids, before = self._turn(message), self.cache.tokens
+        last = _Last()
+        settings = {"eos_token_id": sorted(self._ends)} if self._ends else {}
+        generation["stopping_criteria"] = [*generation.get("stopping_criteria", ()), last]
+        pieces = self._dodo.stream_text(ids, cache=self.cache, max_new_tokens=max_new_tokens, **{**settings, **generation})
+        try:
+            yield from pieces
+        finally:
+            pieces.close()
+            self._unread = ids[self.cache.tokens - before :]
+            self.complete = last.token in self._ends
+            if last.token is not None and not self.complete:
+                self._unread = [last.token]
+
+    def _turn(self, message: str) -> list[int]:
+        """Token ids of all that is to be read before the reply."""
+        tokenizer = self._dodo.tokenizer
+        if self.cache.tokens == 0:
+            return self._dodo.document_ids(first_turn(tokenizer, message, system=self._system), literal=False)
+        ids: list[int] = tokenizer(next_turn(tokenizer, message), add_special_tokens=False, verbose=False)["input_ids"]
+        return self._unread + ids
+
+
+class _Last(StoppingCriteria):
+    """Stops nothing, but knows the last token that was made."""
+
+    def __init__(self) -> None:
+        self.token: int | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.token = int(input_ids[0, -1])
+        return torch.zeros(1, dtype=torch.bool, device=input_ids.device)

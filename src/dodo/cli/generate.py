@@ -1,0 +1,107 @@
+"""`dodo generate`: a text goes on, in bounded memory."""
+
+import time
+from contextlib import closing
+
+import click
+
+from dodo.cli.options import Sampling, adapters_state, json_option, load_model, model_options, note_fresh, sampling_options
+from dodo.cli.sources import read_text
+from dodo.cli.terminal import counter, echo_json, note
+from dodo.cli.writing import check_threshold, held, held_line, language_model, memory_options
+
+__all__ = ["command"]
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  dodo generate novel.txt --ratio 10 --model my-adapters
+  dodo generate --prompt "Once upon a time" --ratio 1 --model my-adapters
+  cat *.txt | dodo generate - --ratio 20 --window 256 --max-states 1024 --stats --model my-adapters
+"""
+)
+@click.argument("file", required=False)
+@click.option("--prompt", metavar="TEXT", help="The text to go on with, instead of FILE.")
+@memory_options
+@sampling_options
+@click.option("--stats", is_flag=True, help="Say at the end what was read, what is held, and how fast it went.")
+@model_options
+@json_option
+def command(
+    file: str | None,
+    prompt: str | None,
+    ratio: float | None,
+    threshold: float | None,
+    window: int,
+    max_states: int | None,
+    segment: int,
+    max_new_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    seed: int | None,
+    stats: bool,
+    model: str,
+    device: str | None,
+    dtype: str,
+    as_json: bool,
+) -> None:
+    """Go on with the text in FILE ('-' is standard input), or with --prompt, however long it is.
+
+    Of what left the window only tokens that score above a threshold are held. The new text is printed as it comes: 128 tokens
+    at most unless --max-new-tokens says otherwise. `dodo calibrate` makes the thresholds of ratios above 1.
+    """
+    if (file is None) == (prompt is None):
+        raise click.UsageError("FILE and --prompt: give one of them" + ("" if file is None else ", not both"))
+    if prompt == "":
+        raise click.UsageError("--prompt: is empty; give a text to go on with")
+    check_threshold(ratio, threshold)
+    sampling = Sampling(temperature, top_p, seed)
+    text = prompt if file is None else read_text(file)
+    assert text is not None
+
+    dodo, loading = load_model(model, device, dtype)
+    note_fresh(dodo)
+    lm = language_model(dodo, model, ratio=ratio, threshold=threshold, window=window, segment=segment, max_states=max_states)
+    from dodo.streaming import StreamingCache
+
+    cache, ids = StreamingCache(lm), dodo.document_ids(text)
+    began = time.perf_counter()
+    with counter("token", brief=True) as progress:
+        stream = dodo.stream_text(
+            ids, cache=cache, max_new_tokens=max_new_tokens or 128, progress=progress, **sampling.settings()
+        )
+        pieces = [next(stream, "")]
+    read = time.perf_counter() - began
+    with closing(stream):  # a reader that hangs up, or Ctrl-C, ends the generation too
+        if not as_json:
+            click.echo(pieces[0], nl=False)
+        for piece in filter(None, stream):
+            pieces.append(piece)
+            if not as_json:
+                click.echo(piece, nl=False)
+    written = time.perf_counter() - began - read
+    new, made = cache.tokens + 1 - len(ids), "".join(pieces)
+    speed = {"read": len(ids) / read, "written": (new - 1) / written}
+    if as_json:
+        echo_json(
+            {
+                "input": "--prompt" if file is None else file,
+                "text": made,
+                "model": model,
+                "adapters": adapters_state(dodo),
+                "threshold": lm.threshold if abs(lm.threshold) != float("inf") else str(lm.threshold),
+                "tokens_read": len(ids),
+                "tokens_new": new,
+                **held(cache),
+                "tokens_per_second": {name: round(value, 2) for name, value in speed.items()},
+                "seed": sampling.seed,
+                "seconds": {name: round(s, 4) for name, s in {"load": loading, "read": read, "write": written}.items()},
+            }
+        )
+        return
+    click.echo()
+    if not made.strip():
+        note("the model ended at once and said nothing")
+    if stats:
+        note(f"{held_line(cache)}; read {speed['read']:.1f} tokens/s, wrote {speed['written']:.1f}")
