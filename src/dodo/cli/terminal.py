@@ -50,6 +50,7 @@ def own_warnings() -> Iterator[None]:
     ) -> None:
         warn(str(message))
 
+    getLogger("bitsandbytes").setLevel(ERROR)  # talks while it is imported, by PEFT
     with warnings.catch_warnings():
         if not sys.warnoptions:
             warnings.simplefilter("ignore")
@@ -60,7 +61,6 @@ def own_warnings() -> Iterator[None]:
 
 def silence_libraries() -> None:
     """Keep libraries' own progress bars and chatter off the terminal."""
-    getLogger("bitsandbytes").setLevel(ERROR)
     from huggingface_hub.utils.tqdm import disable_progress_bars
     from transformers.utils import logging
 
