@@ -72,11 +72,13 @@ def test_texts_are_rebuilt_by_length(run, models, texts, tmp_path):
 
 def test_the_command_line_knows_all_tasks_and_methods():
     from dodo.cli import evaluate
+    from dodo.evaluation.endless import READERS
     from dodo.evaluation.language_models import LANGUAGE_MODELS
     from dodo.evaluation.methods import METHODS
     from dodo.evaluation.tasks import TASKS
 
-    assert set(evaluate.TASKS) == {*TASKS, "perplexity"}
+    assert set(evaluate.TASKS) == {*TASKS, "perplexity", "endless"}
+    assert set(evaluate.TASKS["endless"]) == set(READERS)
     assert all(set(evaluate.TASKS[task]) == set(METHODS) for task in TASKS)
     assert set(evaluate.TASKS["perplexity"]) == set(LANGUAGE_MODELS)
 
@@ -109,6 +111,9 @@ def test_perplexity_at_each_number_of_states(run, models, texts, tmp_path, metho
         (("squad", "--states", "8"), "--states 8: has no effect in squad"),
         (("autoencoding", "--segment", "8"), "--segment 8: has no effect in autoencoding"),
         (("perplexity", "--length", "8"), "--length 8: has no effect in perplexity"),
+        (("squad", "--length", "8"), "--length 8: has no effect in squad"),
+        (("endless", "--segment", "8"), "--segment 8: has no effect in endless"),
+        (("endless", "--states", "8", "--states", "10"), "--states 10: endless takes one number of states"),
         (("perplexity", "--examples", "1"), "--examples 1: has no effect in perplexity"),
         (("perplexity", "--ratio", "2.5"), "--ratio 2.5: perplexity needs a whole number"),
     ],

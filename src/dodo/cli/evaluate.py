@@ -16,6 +16,7 @@ TASKS = {
     "autoencoding": ("dodo", "stride", "random", "full", "nodoc", "truncate"),
     "squad": ("dodo", "stride", "random", "full", "nodoc", "truncate"),
     "perplexity": ("dodo", "top-k", "stride", "compressive", "full", "theta"),
+    "endless": ("dodo", "window", "full"),
 }
 """The methods of each task."""
 
@@ -36,10 +37,11 @@ Examples:
     default="dodo",
     show_default=True,
     help="dodo; the same adapters with a stride or random selection; the base with the whole text, no text, or its end. "
-    "In perplexity: dodo (by thresholds), top-k, stride, compressive (means), and the last states alone: full (base), theta.",
+    "In perplexity: dodo (by thresholds), top-k, stride, compressive (means), and the last states alone: full (base), theta. "
+    "In endless: dodo (by thresholds), the latest states alone (window), the base with everything (full).",
 )
 @click.option("--data", "data", multiple=True, required=True, metavar="PATH", help="Files, patterns or hf: ids; repeatable.")
-@click.option("--ratio", "-r", type=ratio_value, metavar="R", help="Tokens per nugget. [default: the model's; 10 in perplexity]")
+@click.option("--ratio", "-r", type=ratio_value, metavar="R", help="Tokens per nugget. [default: the model's; 10 for LMs]")
 @click.option(
     "--length",
     "lengths",
@@ -53,14 +55,14 @@ Examples:
     type=click.IntRange(min=2),
     multiple=True,
     metavar="S",
-    help="States held before each segment; even; repeatable. [default: 64, 128, 256]",
+    help="States held before each segment; even; repeatable. [default: 64, 128, 256] In endless: held at most. [default: 1024]",
 )
 @click.option("--segment", type=click.IntRange(min=1), metavar="M", help="Tokens of a segment in perplexity. [default: 16]")
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Items (of each length in autoencoding); tokens, about, in perplexity. [default: all]",
+    help="Items (of each length in autoencoding); tokens, about, in perplexity; tokens of each text in endless. [default: all]",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Which items are drawn.")
 @click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Items at a time.")
@@ -86,7 +88,8 @@ def command(
     dtype: str,
     as_json: bool,
 ) -> None:
-    """Measure a method on TASK: autoencoding (rebuild texts), squad (answer questions) or perplexity (with a number of states).
+    """Measure a method on TASK: autoencoding (rebuild texts), squad (answer questions), perplexity (with a number of states) or
+    endless (perplexity by position of texts many windows long).
 
     The record, a JSON file, has what is needed to judge and to repeat the measurement. A stopped one goes on where it was.
     """
@@ -98,8 +101,9 @@ def command(
     dodo, _ = load_model(model, device, dtype)
     if method in ("dodo", "top-k", "stride", "random", "compressive", "theta"):
         note_fresh(dodo)
-    used = ratio if ratio is not None else 10.0 if task == "perplexity" else dodo.config.ratio
+    used = ratio if ratio is not None else 10.0 if task in ("perplexity", "endless") else dodo.config.ratio
     out = out or Path("results") / f"{task}-{method}-r{used:g}.json"
+    states = states or (1024,) * (task == "endless")
     given: dict[str, Any] = {"lengths": lengths, "states": states, "segment": segment}
     given = {name: value for name, value in given.items() if value}
     with counter("item") as progress:
@@ -139,11 +143,18 @@ def _check(
     """Refuse flags that don't go together, before a model is loaded."""
     if method not in TASKS[task]:
         raise click.UsageError(f"--method {method}: can't do {task}; its methods are {', '.join(TASKS[task])}")
-    for_perplexity = {"--states": states[:1], "--segment": () if segment is None else (segment,)}
-    for_others = {"--length": lengths[:1], "--examples": (examples,) if examples else ()}
-    for flag, values in (for_others if task == "perplexity" else for_perplexity).items():
-        for value in values:
+    given = {
+        "--states": states[:1],
+        "--segment": () if segment is None else (segment,),
+        "--length": lengths[:1],
+        "--examples": (examples,) if examples else (),
+    }
+    of_task = {"perplexity": ("--states", "--segment"), "endless": ("--states",), "autoencoding": ("--length", "--examples")}
+    for flag, values in given.items():
+        for value in values if flag not in of_task.get(task, ("--examples",)) else ():
             raise click.UsageError(f"{flag} {value}: has no effect in {task}; leave it out")
+    if task == "endless" and len(states) > 1:
+        raise click.UsageError(f"--states {states[1]}: endless takes one number of states")
     for count in states:
         if count % 2:
             raise click.UsageError(f"--states {count}: must be even; half of them are compressed, half are whole tokens")

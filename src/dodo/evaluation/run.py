@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dodo.errors import InputError
+from dodo.evaluation.endless import Endless, make_reader
 from dodo.evaluation.language_models import make_language_model
 from dodo.evaluation.methods import make_method
 from dodo.evaluation.perplexity import STATES, Perplexity
@@ -39,14 +40,14 @@ def evaluate(
 
     Args:
         dodo: base and adapters.
-        task: autoencoding, squad or perplexity.
-        method: see `methods.METHODS`, and for perplexity `language_models.LANGUAGE_MODELS`.
-        ratio: tokens per nugget; None: the configured one, for perplexity the paper's 10.
+        task: autoencoding, squad, perplexity or endless.
+        method: see `methods.METHODS`, for perplexity `language_models.LANGUAGE_MODELS`, for endless `endless.READERS`.
+        ratio: tokens per nugget; None: the configured one, for perplexity and endless the paper's 10.
         sources: files, patterns or `hf:` ids.
         lengths: of the texts that are rebuilt, in tokens.
-        states: held before each segment, in perplexity.
+        states: held before each segment, in perplexity; in endless the last of them is held at most.
         segment: tokens scored at a time, in perplexity.
-        limit: items (of each length in autoencoding), tokens in perplexity; None: all.
+        limit: items (of each length in autoencoding), tokens in perplexity, tokens of each text in endless; None: all.
         seed: of which items, and in what order.
         batch: items at a time.
         out: the record, a JSON file. Beside it, until the end, `*.part.jsonl` holds what is done.
@@ -57,14 +58,18 @@ def evaluate(
     Raises:
         InputError: no such task or method, or data that is not of the task.
     """
-    if task not in (*TASKS, Perplexity.name):
-        raise InputError(f"there is no task {task!r}; tasks are {', '.join(TASKS)}, {Perplexity.name}")
+    if task not in (every := (*TASKS, Perplexity.name, Endless.name)):
+        raise InputError(f"there is no task {task!r}; tasks are {', '.join(every)}")
     measuring: Any
     how: Any
     if task == Perplexity.name:
         ratio = 10.0 if ratio is None else ratio
         how = make_language_model(method, dodo, ratio)
         measuring = Perplexity(dodo, states=states, segment=segment, ratio=ratio)
+        items = measuring.items(sources, limit, seed)
+    elif task == Endless.name:
+        ratio = 10.0 if ratio is None else ratio
+        how, measuring = make_reader(method, dodo, ratio, states[-1]), Endless(dodo)
         items = measuring.items(sources, limit, seed)
     else:
         ratio = dodo.config.ratio if ratio is None else ratio
@@ -78,7 +83,7 @@ def evaluate(
         "base fingerprint": dodo.fingerprint.base,
         "adapters": "trained" if dodo.is_trained else "fresh",
         "adapter fingerprint": dodo.fingerprint.adapter,
-        "ratio": None if method in ("full", "nodoc", "theta") else ratio,
+        "ratio": None if method in ("full", "nodoc", "theta", "window") else ratio,
         "selection": dodo.config.selection,
         "dtype": str(dodo.compressor.base.dtype).removeprefix("torch."),
         "data": [Path(source).name for source in sources],
@@ -94,6 +99,8 @@ def evaluate(
             "whole history at ratio": ratio,
             "threshold": getattr(how, "threshold", None),
         }
+    if task == Endless.name:
+        settings |= {"states": None if method == "full" else states[-1], "keep_first": dodo.config.keep_first}
     part = out.with_suffix(".part.jsonl")
     made, seconds = _done_before(part, settings)
     for begin in range(0, len(items), batch):
