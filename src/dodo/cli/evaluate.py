@@ -13,7 +13,9 @@ from dodo.cli.terminal import counter, echo_json, table
 __all__ = ["TASKS", "command"]
 
 TASKS = {
-    "autoencoding": ("dodo", "stride", "random", "full", "nodoc", "truncate"),
+    "autoencoding": ("dodo", "stride", "random"),
+    "multilingual": ("dodo", "stride", "random"),
+    "delimiters": ("dodo", "stride", "random"),
     "squad": ("dodo", "stride", "random", "full", "nodoc", "truncate"),
     "perplexity": ("dodo", "top-k", "stride", "compressive", "full", "theta"),
     "endless": ("dodo", "window", "full"),
@@ -48,7 +50,7 @@ Examples:
     type=click.IntRange(min=1),
     multiple=True,
     metavar="N",
-    help="Tokens of the texts to rebuild; repeatable. [default: 64, 128, 256, 512]",
+    help="Tokens of each text; repeatable. [default: 64, 128, 256, 512]",
 )
 @click.option(
     "--states",
@@ -62,7 +64,7 @@ Examples:
     "--limit",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Items (of each length in autoencoding); tokens, about, in perplexity; tokens of each text in endless. [default: all]",
+    help="Items (of each length or language); tokens, about, in perplexity; tokens of each text in endless. [default: all]",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Which items are drawn.")
 @click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Items at a time.")
@@ -88,8 +90,9 @@ def command(
     dtype: str,
     as_json: bool,
 ) -> None:
-    """Measure a method on TASK: autoencoding (rebuild texts), squad (answer questions), perplexity (with a number of states) or
-    endless (perplexity by position of texts many windows long).
+    """Measure a method on TASK: autoencoding (rebuild texts), multilingual (the same, a file for each language), delimiters
+    (which tokens become nuggets), squad (answer questions), perplexity (with a number of states) or endless (perplexity by
+    position of texts many windows long).
 
     The record, a JSON file, has what is needed to judge and to repeat the measurement. A stopped one goes on where it was.
     """
@@ -149,7 +152,8 @@ def _check(
         "--length": lengths[:1],
         "--examples": (examples,) if examples else (),
     }
-    of_task = {"perplexity": ("--states", "--segment"), "endless": ("--states",), "autoencoding": ("--length", "--examples")}
+    of_task = {"perplexity": ("--states", "--segment"), "endless": ("--states",)}
+    of_task |= {"autoencoding": ("--length", "--examples"), "delimiters": ("--length",)}
     for flag, values in given.items():
         for value in values if flag not in of_task.get(task, ("--examples",)) else ():
             raise click.UsageError(f"{flag} {value}: has no effect in {task}; leave it out")

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from dodo.architecture import logits_of
 from dodo.errors import InputError
 from dodo.generation import pad_rows
 from dodo.model import Dodo
@@ -52,6 +53,18 @@ class Method(Protocol):
         """Each document again, greedily. Raises InputError where the method can't."""
         ...
 
+    def nats(self, held: Held, documents: Sequence[str]) -> list[tuple[float, int]]:
+        """Of each document, rebuilt token by token (teacher-forced), the sum of -log p and the number of its tokens."""
+        ...
+
+    def selected(self, held: Held) -> list[list[int]]:
+        """Of each document, the ids of the tokens whose states are held, kept first ones left out."""
+        ...
+
+    def tokens_of(self, text: str | Sequence[int]) -> list[str]:
+        """A text's tokens, or those of some ids, as they read."""
+        ...
+
 
 class Compressed:
     """Dodo's nuggets, chosen by the scorer or, as controls, by a fixed stride or at random, with the same adapters."""
@@ -85,6 +98,33 @@ class Compressed:
     def rebuild(self, held: Held) -> list[str]:
         made = self.dodo.reconstruct(held.what)
         return [made] if isinstance(made, str) else made
+
+    @torch.no_grad()
+    def nats(self, held: Held, documents: Sequence[str]) -> list[tuple[float, int]]:
+        compressor = self.dodo.compressor
+        rows = [self._own_ids(text) for text in documents]
+        ids, mask = pad_rows(rows, 0, left=False, device=self.dodo.device)
+        states = compressor.decode(held.what, ids[:, :-1], mask[:, :-1], soft_token=True, states=True)
+        found = []
+        for row, target, real in zip(states, ids, mask.bool(), strict=True):
+            logits = logits_of(compressor.base, row[real])
+            found.append((float(torch.nn.functional.cross_entropy(logits, target[real], reduction="sum")), int(real.sum())))
+        return found
+
+    def selected(self, held: Held) -> list[list[int]]:
+        nuggets: Nuggets = held.what
+        rows = zip(nuggets.token_ids, nuggets.mask, nuggets.sinks.tolist(), strict=True)
+        return [ids[mask][sinks:].tolist() for ids, mask, sinks in rows]
+
+    def tokens_of(self, text: str | Sequence[int]) -> list[str]:
+        ids = self._own_ids(text) if isinstance(text, str) else text
+        return [str(self.dodo.tokenizer.decode([i], clean_up_tokenization_spaces=False)) for i in ids]
+
+    def _own_ids(self, text: str) -> list[int]:
+        """Without a BOS token."""
+        tokenizer = self.dodo.tokenizer
+        ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        return ids
 
 
 class Whole:
@@ -124,6 +164,15 @@ class Whole:
 
     def rebuild(self, held: Held) -> list[str]:
         raise InputError(f"method {self.name!r} can't rebuild a document: it has no trained way to ask for it")
+
+    def nats(self, held: Held, documents: Sequence[str]) -> list[tuple[float, int]]:
+        raise InputError(f"method {self.name!r} can't rebuild a document: it has no trained way to ask for it")
+
+    def selected(self, held: Held) -> list[list[int]]:
+        raise InputError(f"method {self.name!r} selects no tokens")
+
+    def tokens_of(self, text: str | Sequence[int]) -> list[str]:
+        raise InputError(f"method {self.name!r} selects no tokens")
 
 
 METHODS: dict[str, Callable[[Dodo, float], Method]] = {

@@ -12,7 +12,7 @@ from dodo.evaluation.language_models import make_language_model
 from dodo.evaluation.methods import make_method
 from dodo.evaluation.perplexity import STATES, Perplexity
 from dodo.evaluation.record import about_machine, commit, today, write_json
-from dodo.evaluation.tasks import LENGTHS, TASKS, Autoencoding, Item
+from dodo.evaluation.tasks import LENGTHS, OF_LENGTHS, TASKS, Item
 from dodo.model import Dodo
 
 __all__ = ["evaluate"]
@@ -40,14 +40,15 @@ def evaluate(
 
     Args:
         dodo: base and adapters.
-        task: autoencoding, squad, perplexity or endless.
+        task: autoencoding, multilingual, delimiters, squad, perplexity or endless.
         method: see `methods.METHODS`, for perplexity `language_models.LANGUAGE_MODELS`, for endless `endless.READERS`.
         ratio: tokens per nugget; None: the configured one, for perplexity and endless the paper's 10.
         sources: files, patterns or `hf:` ids.
-        lengths: of the texts that are rebuilt, in tokens.
+        lengths: of the texts of autoencoding and delimiters, in tokens.
         states: held before each segment, in perplexity; in endless the last of them is held at most.
         segment: tokens scored at a time, in perplexity.
-        limit: items (of each length in autoencoding), tokens in perplexity, tokens of each text in endless; None: all.
+        limit: items (of each length or language, if there are several), tokens in perplexity, tokens of each text in endless;
+            None: all.
         seed: of which items, and in what order.
         batch: items at a time.
         out: the record, a JSON file. Beside it, until the end, `*.part.jsonl` holds what is done.
@@ -74,7 +75,7 @@ def evaluate(
     else:
         ratio = dodo.config.ratio if ratio is None else ratio
         how = make_method(method, dodo, ratio)
-        measuring = Autoencoding(lengths) if task == "autoencoding" else TASKS[task]()
+        measuring = OF_LENGTHS[task](lengths) if task in OF_LENGTHS else TASKS[task]()
         items = measuring.items(sources, dodo.tokenizer, limit, seed)
     settings = {
         "task": task,
@@ -87,7 +88,7 @@ def evaluate(
         "selection": dodo.config.selection,
         "dtype": str(dodo.compressor.base.dtype).removeprefix("torch."),
         "data": [Path(source).name for source in sources],
-        "lengths": list(lengths) if task == "autoencoding" else None,
+        "lengths": list(lengths) if task in OF_LENGTHS else None,
         "limit": limit,
         "seed": seed,
     }

@@ -3,9 +3,10 @@
 A task goes through its items in batches and can be stopped between them: what is done is kept in its record (see `record`).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from dodo.data.reading import read_records, resolve, text_field
 from dodo.errors import InputError
 from dodo.evaluation.methods import Method
-from dodo.evaluation.scoring import contains_answer, corpus_bleu, share_error, share_rebuilt
+from dodo.evaluation.scoring import contains_answer, corpus_bleu, perplexity, share_error, share_rebuilt
 
-__all__ = ["LENGTHS", "TASKS", "Autoencoding", "Item", "Squad", "Task", "windows"]
+__all__ = ["LENGTHS", "OF_LENGTHS", "TASKS", "Autoencoding", "Delimiters", "Item", "Multilingual", "Squad", "Task", "windows"]
 
 
 LENGTHS = (64, 128, 256, 512)
@@ -85,6 +86,68 @@ class Autoencoding(Task):
         return {"n": len(items), "bleu": bleu, "bleu standard error": error, **exact, **counts, **_held(items, made)}
 
 
+class Multilingual(Autoencoding):
+    """Rebuild documents, cut after 512 tokens, of several languages, a file each: BLEU and perplexity. Table 6."""
+
+    name = "multilingual"
+    LONGEST = 512
+
+    def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
+        found: list[Item] = []
+        for source in resolve(sources):
+            language = Path(source).name.split(".")[0]
+            texts = [text_field(record) for record in read_records(source)]
+            for i in np.random.default_rng(seed).permutation(len(texts))[: limit or len(texts)]:
+                ids = tokenizer(texts[i], add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+                cut = tokenizer.decode(ids[: self.LONGEST], clean_up_tokenization_spaces=False)
+                found.append(Item(f"{language}/{i}", str(cut), language))
+        if not found:
+            raise InputError("there are no documents")
+        return found
+
+    def run(self, method: Method, batch: Sequence[Item]) -> list[dict[str, Any]]:
+        held = method.read([item.document for item in batch])
+        made, nats = method.rebuild(held), method.nats(held, [item.document for item in batch])
+        found = zip(made, nats, held.states, held.tokens, strict=True)
+        return [{"text": t, "nats": n, "counted": count, "states": s, "tokens": k} for t, (n, count), s, k in found]
+
+    def _group(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        rows = [made[item.key] for item in items]
+        value, error = perplexity([row["nats"] for row in rows], [row["counted"] for row in rows])
+        return super()._group(items, made) | {"perplexity": value, "perplexity standard error": error}
+
+
+class Delimiters(Autoencoding):
+    """Which kinds of tokens become nuggets, beside how often they stand in the texts. Figure 5."""
+
+    name = "delimiters"
+    SHOWN = 10
+
+    def run(self, method: Method, batch: Sequence[Item]) -> list[dict[str, Any]]:
+        held = method.read([item.document for item in batch])
+        chosen = method.selected(held)
+        rows = []
+        for item, ids, states, tokens in zip(batch, chosen, held.states, held.tokens, strict=True):
+            counts = {"nuggets": Counter(method.tokens_of(ids)), "text": Counter(method.tokens_of(item.document))}
+            rows.append({**counts, "states": states, "tokens": tokens})
+        return rows
+
+    def _group(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        nuggets: Counter[str] = Counter()
+        text: Counter[str] = Counter()
+        for item in items:
+            nuggets.update(made[item.key]["nuggets"])
+            text.update(made[item.key]["text"])
+        most = nuggets.most_common(self.SHOWN)
+        shares = {
+            f"{token!r}: share of {what}": counts[token] / counts.total()
+            for token, _ in most
+            for what, counts in (("nuggets", nuggets), ("text", text))
+        }
+        covered = {f"most frequent {self.SHOWN}: share of nuggets": sum(count for _, count in most) / nuggets.total()}
+        return {"n": len(items), "nuggets": nuggets.total(), **covered, **shares, **_held(items, made)}
+
+
 class Squad(Task):
     """Answer questions on paragraphs, up to 64 greedy tokens; right if an answer is contained. Table 3, Appendix E."""
 
@@ -120,7 +183,10 @@ class Squad(Task):
         return found
 
 
-TASKS: dict[str, type[Task]] = {"autoencoding": Autoencoding, "squad": Squad}
+OF_LENGTHS: dict[str, type[Autoencoding]] = {task.name: task for task in (Autoencoding, Delimiters)}
+"""Tasks on texts of given lengths."""
+
+TASKS: dict[str, type[Task]] = {**OF_LENGTHS, Multilingual.name: Multilingual, Squad.name: Squad}
 
 
 def windows(

@@ -1,0 +1,72 @@
+"""Tasks on the autoencoder: other languages, and which tokens are selected."""
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from dodo.errors import InputError
+from dodo.evaluation.methods import METHODS, make_method
+from dodo.evaluation.tasks import Delimiters, Item, Multilingual
+from dodo.model import Dodo
+from tests.cli.tiny import TEXT, save_model
+from tests.conftest import stir
+
+
+@pytest.fixture(scope="module")
+def dodo(tmp_path_factory: pytest.TempPathFactory) -> Dodo:
+    made = Dodo.from_pretrained(save_model(tmp_path_factory.mktemp("tasks") / "base"))
+    stir(made.compressor)
+    return made
+
+
+def test_each_language_has_its_bleu_and_the_perplexity_of_its_texts(
+    dodo: Dodo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Multilingual, "LONGEST", 20)
+    for language, texts in {"bg": [TEXT, TEXT[9:]], "de": [TEXT[:30]]}.items():
+        (tmp_path / f"{language}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    task = Multilingual()
+    items = task.items([str(tmp_path / "*.jsonl")], dodo.tokenizer, None, 0)
+    assert Counter(item.group for item in items) == {"bg": 2, "de": 1}
+    method = make_method("dodo", dodo, 4.0)
+    made = {item.key: row for item, row in zip(items, task.run(method, items), strict=True)}
+    found = task.measure(items, made)
+    nats, counted = 0.0, 0
+    for item in items[:2]:
+        ids = torch.tensor([dodo.tokenizer(item.document, add_special_tokens=False)["input_ids"]])
+        assert ids.shape[1] <= 20
+        with torch.no_grad():
+            logits = dodo.compressor.decode(dodo.compress(item.document, ratio=4.0), ids[:, :-1], soft_token=True)
+        nats += float(torch.nn.functional.cross_entropy(logits[0].float(), ids[0], reduction="sum"))
+        counted += ids.shape[1]
+    assert found["bg"]["perplexity"] == pytest.approx(math.exp(nats / counted), rel=1e-3)
+    assert {"n", "bleu", "perplexity"} <= set(found["de"])
+
+
+def test_shares_of_tokens_among_nuggets_and_in_the_text_are_those_of_a_count_by_hand(dodo: Dodo) -> None:
+    items = [Item(str(i), text, "all") for i, text in enumerate((TEXT, TEXT[: len(TEXT) // 2]))]
+    task, method = Delimiters(), make_method("dodo", dodo, 4.0)
+    found = task.measure(items, dict(zip(("0", "1"), task.run(method, items), strict=True)))["all"]
+    nuggets: Counter[str] = Counter()
+    text: Counter[str] = Counter()
+    for item in items:
+        made = dodo.compress(item.document, ratio=4.0)
+        ids = made.token_ids[0, int(made.sinks) :].tolist()
+        nuggets.update(dodo.tokenizer.decode([i]) for i in ids)
+        text.update(dodo.tokenizer.decode([i]) for i in dodo.tokenizer(item.document, add_special_tokens=False)["input_ids"])
+    assert found["nuggets"] == nuggets.total()
+    most = nuggets.most_common(10)
+    assert found["most frequent 10: share of nuggets"] == pytest.approx(sum(n for _, n in most) / nuggets.total())
+    for token, count in most:
+        assert found[f"{token!r}: share of nuggets"] == pytest.approx(count / nuggets.total())
+        assert found[f"{token!r}: share of text"] == pytest.approx(text[token] / text.total())
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"dodo", "stride", "random"}))
+def test_methods_that_select_nothing_say_so(dodo: Dodo, name: str) -> None:
+    with pytest.raises(InputError, match="selects no tokens"):
+        Delimiters().run(make_method(name, dodo, 4.0), [Item("0", TEXT, "all")])
