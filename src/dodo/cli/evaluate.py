@@ -16,6 +16,7 @@ TASKS = {
     "autoencoding": ("dodo", "stride", "random"),
     "multilingual": ("dodo", "stride", "random"),
     "delimiters": ("dodo", "stride", "random"),
+    "optimal-selection": ("dodo", "stride", "random"),
     "squad": ("dodo", "stride", "random", "full", "nodoc", "truncate"),
     "perplexity": ("dodo", "top-k", "stride", "compressive", "full", "theta"),
     "endless": ("dodo", "window", "full"),
@@ -91,8 +92,8 @@ def command(
     as_json: bool,
 ) -> None:
     """Measure a method on TASK: autoencoding (rebuild texts), multilingual (the same, a file for each language), delimiters
-    (which tokens become nuggets), squad (answer questions), perplexity (with a number of states) or endless (perplexity by
-    position of texts many windows long).
+    (which tokens become nuggets), optimal-selection (what a search for better ones gains), squad (answer questions), perplexity
+    (with a number of states) or endless (perplexity by position of texts many windows long).
 
     The record, a JSON file, has what is needed to judge and to repeat the measurement. A stopped one goes on where it was.
     """

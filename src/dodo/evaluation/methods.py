@@ -76,17 +76,21 @@ class Compressed:
 
     @torch.no_grad()
     def read(self, documents: Sequence[str]) -> Held:
-        dodo = self.dodo
         if self.choice == "scorer":
-            nuggets = dodo.compress(list(documents), ratio=self.ratio)
+            nuggets = self.dodo.compress(list(documents), ratio=self.ratio)
         else:
-            rows = [dodo.document_ids(text) for text in documents]
-            ids, mask = pad_rows(rows, 0, left=False, device=dodo.device)
-            select_by = self._select_by(mask.bool())
-            nuggets = dodo.compressor.encode(ids, mask, ratio=self.ratio, select_by=select_by)
+            rows = [self.dodo.document_ids(text) for text in documents]
+            nuggets = self.encode(*pad_rows(rows, 0, left=False, device=self.dodo.device))
         return Held(nuggets.states.tolist(), (nuggets.lengths + nuggets.sinks).tolist(), nuggets)
 
-    def _select_by(self, mask: Tensor) -> Tensor:
+    def encode(self, input_ids: Tensor, attention_mask: Tensor) -> Nuggets:
+        """Nuggets of token ids, int64 [B, T], chosen in this method's way."""
+        select_by = self._select_by(attention_mask.bool())
+        return self.dodo.compressor.encode(input_ids, attention_mask, ratio=self.ratio, select_by=select_by)
+
+    def _select_by(self, mask: Tensor) -> Tensor | None:
+        if self.choice == "scorer":
+            return None
         if self.choice == "random":
             return torch.rand(mask.shape, generator=self._generator).to(mask.device)
         return stride(mask, ratio=self.ratio, keep_first=self.dodo.config.keep_first)
@@ -102,7 +106,7 @@ class Compressed:
     @torch.no_grad()
     def nats(self, held: Held, documents: Sequence[str]) -> list[tuple[float, int]]:
         compressor = self.dodo.compressor
-        rows = [self._own_ids(text) for text in documents]
+        rows = [self.own_ids(text) for text in documents]
         ids, mask = pad_rows(rows, 0, left=False, device=self.dodo.device)
         states = compressor.decode(held.what, ids[:, :-1], mask[:, :-1], soft_token=True, states=True)
         found = []
@@ -117,10 +121,10 @@ class Compressed:
         return [ids[mask][sinks:].tolist() for ids, mask, sinks in rows]
 
     def tokens_of(self, text: str | Sequence[int]) -> list[str]:
-        ids = self._own_ids(text) if isinstance(text, str) else text
+        ids = self.own_ids(text) if isinstance(text, str) else text
         return [str(self.dodo.tokenizer.decode([i], clean_up_tokenization_spaces=False)) for i in ids]
 
-    def _own_ids(self, text: str) -> list[int]:
+    def own_ids(self, text: str) -> list[int]:
         """Without a BOS token."""
         tokenizer = self.dodo.tokenizer
         ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]

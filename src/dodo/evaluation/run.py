@@ -10,6 +10,7 @@ from dodo.errors import InputError
 from dodo.evaluation.endless import Endless, make_reader
 from dodo.evaluation.language_models import make_language_model
 from dodo.evaluation.methods import make_method
+from dodo.evaluation.optimal import OptimalSelection
 from dodo.evaluation.perplexity import STATES, Perplexity
 from dodo.evaluation.record import about_machine, commit, today, write_json
 from dodo.evaluation.tasks import LENGTHS, OF_LENGTHS, TASKS, Item
@@ -40,7 +41,7 @@ def evaluate(
 
     Args:
         dodo: base and adapters.
-        task: autoencoding, multilingual, delimiters, squad, perplexity or endless.
+        task: autoencoding, multilingual, delimiters, optimal-selection, squad, perplexity or endless.
         method: see `methods.METHODS`, for perplexity `language_models.LANGUAGE_MODELS`, for endless `endless.READERS`.
         ratio: tokens per nugget; None: the configured one, for perplexity and endless the paper's 10.
         sources: files, patterns or `hf:` ids.
@@ -59,7 +60,7 @@ def evaluate(
     Raises:
         InputError: no such task or method, or data that is not of the task.
     """
-    if task not in (every := (*TASKS, Perplexity.name, Endless.name)):
+    if task not in (every := (*TASKS, OptimalSelection.name, Perplexity.name, Endless.name)):
         raise InputError(f"there is no task {task!r}; tasks are {', '.join(every)}")
     measuring: Any
     how: Any
@@ -75,7 +76,7 @@ def evaluate(
     else:
         ratio = dodo.config.ratio if ratio is None else ratio
         how = make_method(method, dodo, ratio)
-        measuring = OF_LENGTHS[task](lengths) if task in OF_LENGTHS else TASKS[task]()
+        measuring = OF_LENGTHS[task](lengths) if task in OF_LENGTHS else (TASKS.get(task) or OptimalSelection)()
         items = measuring.items(sources, dodo.tokenizer, limit, seed)
     settings = {
         "task": task,
