@@ -1,10 +1,10 @@
-"""How far the scorer's selection is from the best one, as a greedy search finds it. Paper: Section 7.1, Appendix C, Algorithm 1.
+"""How far the scorer's selection is from the best one, as a greedy search finds it. Paper: Section 7.1, Appendix A, Algorithm 1.
 
 A text's first tokens are encoded once; a selection is a subset of the keys and values of all of them. The decoder reads on with
 some tokens that are not compressed, and what counts is the perplexity of the tokens behind those. One nugget after the other is
 put in each place that is free, and stays in the best, if that is better than where it was.
 
-Appendix C updates within its inner loop. For one nugget the candidates do not depend on each other, so the best of them is where
+Appendix A updates within its inner loop. For one nugget the candidates do not depend on each other, so the best of them is where
 that loop ends, and they are computed in batches.
 
 Shapes: C candidates, K nuggets, N tokens encoded, M tokens read behind them, L layers, H heads, D head width.
@@ -32,7 +32,7 @@ from dodo.nuggets import Nuggets
 __all__ = ["OptimalSelection", "greedy", "nats_of", "take"]
 
 ENCODED, WHOLE, SCORED = 128, 64, 64
-"""Tokens that are compressed, read as they are, and scored. Appendix C."""
+"""Tokens that are compressed, read as they are, and scored. Appendix A."""
 AT_ONCE = 23
 """Candidates in a batch."""
 
