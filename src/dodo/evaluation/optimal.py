@@ -44,13 +44,11 @@ class OptimalSelection(Task):
 
     def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
         texts = [text_field(record) for source in resolve(sources) for record in read_records(source)]
-        length = ENCODED + WHOLE + SCORED
-        cut = windows(
-            texts, tokenizer, length + 8, np.random.default_rng(seed), limit or len(texts)
-        )  # cut, it may read otherwise
+        length = ENCODED + WHOLE + SCORED + 8  # cut out, a text may come to fewer tokens
+        cut = windows(texts, tokenizer, length, np.random.default_rng(seed), limit or len(texts))
         found = [Item(str(i), text, "all") for i, text in enumerate(cut)]
         if not found:
-            raise InputError(f"no text has {length + 8} tokens")
+            raise InputError(f"no text has {length} tokens")
         return found
 
     @torch.no_grad()
