@@ -8,13 +8,16 @@ from transformers import PreTrainedTokenizerBase
 
 from dodo.errors import InputError
 
-__all__ = ["QUESTION", "SUMMARY", "chat_turn", "end_of_turn", "first_turn", "next_turn", "question_prompt"]
+__all__ = ["QUESTION", "SHORTEN", "SUMMARY", "chat_turn", "end_of_turn", "first_turn", "next_turn", "question_prompt"]
 
 QUESTION = "Based on the provided document, answer the following question: {question}"
 """Appendix D.2, the part after the document."""
 
 SUMMARY = "Please summarize the above document in one sentence."
 """Appendix D.3, the part after the document."""
+
+SHORTEN = "Please summarize the following text into {words} words: {text}"
+"""Appendix D.1."""
 
 
 def question_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> str:

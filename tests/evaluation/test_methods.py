@@ -1,14 +1,16 @@
 """What methods hold, and that they say what the model says."""
 
 import pytest
+import torch
 
 from dodo.errors import InputError
 from dodo.evaluation.methods import METHODS, make_method
 from dodo.model import Dodo
-from dodo.prompts import QUESTION, chat_turn
+from dodo.prompts import QUESTION, SHORTEN, chat_turn
 from tests.cli.tiny import TEXT, save_model
 
 QUESTIONS = ["Who wrote it?", "When was that?"]
+REQUESTS = [QUESTION.format(question=question) for question in QUESTIONS]
 DOCUMENTS = [TEXT, TEXT[: len(TEXT) // 2]]
 
 
@@ -17,7 +19,7 @@ def dodo(tmp_path_factory) -> Dodo:
     return Dodo.from_pretrained(save_model(tmp_path_factory.mktemp("methods") / "base"))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"lmsumm"}))
 def test_states_and_tokens_are_what_is_held(dodo, name):
     held = make_method(name, dodo, 4.0).read(DOCUMENTS)
     tokens = [len(dodo.document_ids(text)) for text in DOCUMENTS]
@@ -32,19 +34,35 @@ def test_dodo_answers_and_rebuilds_as_the_library_does(dodo):
     method = make_method("dodo", dodo, 4.0)
     held = method.read(DOCUMENTS)
     nuggets = dodo.compress(DOCUMENTS, ratio=4.0)
-    assert method.answer(held, QUESTIONS, max_new_tokens=8) == dodo.answer(nuggets, QUESTIONS, max_new_tokens=8)
+    assert method.reply(held, REQUESTS, max_new_tokens=8) == dodo.answer(nuggets, QUESTIONS, max_new_tokens=8)
     assert method.rebuild(held) == dodo.reconstruct(nuggets)
 
 
 def test_the_whole_text_is_read_as_one_turn_by_the_base(dodo):
     method = make_method("full", dodo, 4.0)
-    together = method.answer(method.read(DOCUMENTS), QUESTIONS, max_new_tokens=8)
+    together = method.reply(method.read(DOCUMENTS), REQUESTS, max_new_tokens=8)
     for document, question, answer in zip(DOCUMENTS, QUESTIONS, together, strict=True):
         turn = chat_turn(dodo.tokenizer, f"{document}\n{QUESTION.format(question=question)}")
         ids = dodo.tokenizer(turn, add_special_tokens=False, return_tensors="pt")["input_ids"]
         with dodo.compressor.adapters.use(None):
             made = dodo.compressor.base.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
         assert dodo.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True) == answer
+
+
+def test_lmsumm_asks_the_base_for_a_summary_and_reads_that(dodo):
+    method = make_method("lmsumm", dodo, 4.0)
+    held = method.read(DOCUMENTS[:1])
+    n, words = held.tokens[0], -(-len(TEXT.split()) // 4)
+    ids = dodo.tokenizer(chat_turn(dodo.tokenizer, SHORTEN.format(words=words, text=TEXT)), add_special_tokens=False)["input_ids"]
+    with dodo.compressor.adapters.use(None):
+        made = dodo.compressor.base.generate(input_ids=torch.tensor([ids]), max_new_tokens=-(-2 * n // 4), do_sample=False)
+    summary = dodo.tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True).strip()
+    assert held.what == [summary]
+    assert held.states == [len(dodo.document_ids(summary))]
+    whole = make_method("full", dodo, 4.0)
+    assert method.reply(held, REQUESTS[:1], max_new_tokens=8) == whole.reply(
+        whole.read([summary]), REQUESTS[:1], max_new_tokens=8
+    )
 
 
 def test_controls_differ_from_the_scorers_selection_and_have_as_many_states(dodo):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dodo.evaluation.scoring import contains_answer, corpus_bleu, normalized, share_error, share_rebuilt
+from dodo.evaluation.scoring import contains_answer, corpus_bleu, normalized, rouge, share_error, share_rebuilt
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,11 @@ def test_exact_things_are_counted_as_often_as_they_occur() -> None:
 def test_the_error_of_a_share() -> None:
     assert share_error(0.5, 100) == pytest.approx(0.05)
     assert share_error(0.5, 0) is None
+
+
+def test_rouge_is_that_of_a_count_by_hand():
+    """Stemmed: the, dodo, ran, away against the, dodo, run, fast; three words of the wanted five, in order."""
+    found = rouge("The dodos ran away", "the dodo ran very fast")
+    assert found["rouge1"] == pytest.approx(100 * 2 * 3 / (4 + 5))
+    assert found["rouge2"] == pytest.approx(100 * 2 * 2 / (3 + 4))
+    assert found["rougeL"] == pytest.approx(100 * 2 * 3 / (4 + 5))

@@ -10,8 +10,10 @@ import torch
 
 from dodo.errors import InputError
 from dodo.evaluation.methods import METHODS, make_method
-from dodo.evaluation.tasks import Delimiters, Item, Multilingual
+from dodo.evaluation.scoring import rouge
+from dodo.evaluation.tasks import Delimiters, Item, Multilingual, Summarization
 from dodo.model import Dodo
+from dodo.prompts import SUMMARY, chat_turn
 from tests.cli.tiny import TEXT, save_model
 from tests.conftest import stir
 
@@ -70,3 +72,21 @@ def test_shares_of_tokens_among_nuggets_and_in_the_text_are_those_of_a_count_by_
 def test_methods_that_select_nothing_say_so(dodo: Dodo, name: str) -> None:
     with pytest.raises(InputError, match="selects no tokens"):
         Delimiters().run(make_method(name, dodo, 4.0), [Item("0", TEXT, "all")])
+
+
+def test_summaries_are_scored_beside_the_highlights(dodo: Dodo, tmp_path: Path) -> None:
+    rows = [{"id": str(i), "article": TEXT[i:], "highlights": "Dodos lived on Mauritius."} for i in range(3)]
+    (tmp_path / "news.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = Summarization()
+    items = task.items([str(tmp_path / "news.jsonl")], dodo.tokenizer, 2, 0)
+    made = {item.key: row for item, row in zip(items, task.run(make_method("dodo", dodo, 4.0), items), strict=True)}
+    nuggets = dodo.compress([item.document for item in items], ratio=4.0)
+    texts = dodo.generate(nuggets, [chat_turn(dodo.tokenizer, SUMMARY)] * 2, max_new_tokens=128)
+    assert [row["text"] for row in made.values()] == texts
+    found = task.measure(items, made)["all"]
+    assert found["n"] == 2
+    for name in ("rouge1", "rouge2", "rougeL"):
+        assert found[name] == pytest.approx(sum(rouge(text, "Dodos lived on Mauritius.")[name] for text in texts) / 2)
+    with pytest.raises(InputError, match="no text field 'article'"):
+        (tmp_path / "other.jsonl").write_text(json.dumps({"text": TEXT}))
+        task.items([str(tmp_path / "other.jsonl")], dodo.tokenizer, None, 0)

@@ -17,7 +17,8 @@ TASKS = {
     "multilingual": ("dodo", "stride", "random"),
     "delimiters": ("dodo", "stride", "random"),
     "optimal-selection": ("dodo", "stride", "random"),
-    "squad": ("dodo", "stride", "random", "full", "nodoc", "truncate"),
+    "squad": ("dodo", "stride", "random", "full", "nodoc", "lmsumm", "truncate"),
+    "summarization": ("dodo", "stride", "random", "full", "nodoc", "lmsumm", "truncate"),
     "perplexity": ("dodo", "top-k", "stride", "compressive", "full", "theta"),
     "endless": ("dodo", "window", "full"),
 }
@@ -39,7 +40,8 @@ Examples:
     type=click.Choice(list(dict.fromkeys(name for names in TASKS.values() for name in names))),
     default="dodo",
     show_default=True,
-    help="dodo; the same adapters with a stride or random selection; the base with the whole text, no text, or its end. "
+    help="dodo; the same adapters with a stride or random selection; the base with the whole text (full), no text, a summary by "
+    "itself (lmsumm), or the text's end. "
     "In perplexity: dodo (by thresholds), top-k, stride, compressive (means), and the last states alone: full (base), theta. "
     "In endless: dodo (by thresholds), the latest states alone (window), the base with everything (full).",
 )
@@ -92,8 +94,8 @@ def command(
     as_json: bool,
 ) -> None:
     """Measure a method on TASK: autoencoding (rebuild texts), multilingual (the same, a file for each language), delimiters
-    (which tokens become nuggets), optimal-selection (what a search for better ones gains), squad (answer questions), perplexity
-    (with a number of states) or endless (perplexity by position of texts many windows long).
+    (which tokens become nuggets), optimal-selection (what a search for better ones gains), squad (answer questions),
+    summarization, perplexity (with a number of states) or endless (perplexity by position of texts many windows long).
 
     The record, a JSON file, has what is needed to judge and to repeat the measurement. A stopped one goes on where it was.
     """

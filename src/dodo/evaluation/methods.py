@@ -1,9 +1,10 @@
-"""Ways to hold a document: compressed by Dodo, whole, cut off, or not at all. Paper: Section 6 (methods).
+"""Ways to hold a document: compressed by Dodo, whole, summarised, cut off, or not at all. Paper: Section 6 (methods).
 
 A method reads documents, and then writes text after them. What it holds between the two is counted in states: positions with
 keys and values in every layer.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -16,10 +17,10 @@ from dodo.errors import InputError
 from dodo.generation import pad_rows
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
-from dodo.prompts import QUESTION, chat_turn
+from dodo.prompts import SHORTEN, chat_turn
 from dodo.selection import count_nuggets, stride
 
-__all__ = ["METHODS", "Compressed", "Held", "Method", "Whole", "make_method"]
+__all__ = ["METHODS", "Compressed", "Held", "Method", "Summarized", "Whole", "make_method"]
 
 Choice = Literal["scorer", "stride", "random"]
 
@@ -45,8 +46,8 @@ class Method(Protocol):
         """Take in documents, without knowing what will be asked."""
         ...
 
-    def answer(self, held: Held, questions: Sequence[str], *, max_new_tokens: int) -> list[str]:
-        """One greedy answer per document, to a question each."""
+    def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int) -> list[str]:
+        """One greedy reply per document, to a request each, which stands behind the document."""
         ...
 
     def rebuild(self, held: Held) -> list[str]:
@@ -95,9 +96,10 @@ class Compressed:
             return torch.rand(mask.shape, generator=self._generator).to(mask.device)
         return stride(mask, ratio=self.ratio, keep_first=self.dodo.config.keep_first)
 
-    def answer(self, held: Held, questions: Sequence[str], *, max_new_tokens: int) -> list[str]:
-        nuggets: Nuggets = held.what
-        return self.dodo.answer(nuggets, list(questions), max_new_tokens=max_new_tokens)
+    def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int) -> list[str]:
+        prompts = [chat_turn(self.dodo.tokenizer, request) for request in requests]
+        made = self.dodo.generate(held.what, prompts, max_new_tokens=max_new_tokens)
+        return [made] if isinstance(made, str) else made
 
     def rebuild(self, held: Held) -> list[str]:
         made = self.dodo.reconstruct(held.what)
@@ -151,12 +153,15 @@ class Whole:
         texts = [self.dodo.tokenizer.decode(row, skip_special_tokens=True) for row in kept]
         return Held([len(r) for r in kept], [len(r) for r in rows], texts)
 
+    def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int) -> list[str]:
+        asked = zip(held.what, requests, strict=True)
+        turns = [chat_turn(self.dodo.tokenizer, f"{document}\n{request}".strip()) for document, request in asked]
+        return self._write(turns, max_new_tokens)
+
     @torch.no_grad()
-    def answer(self, held: Held, questions: Sequence[str], *, max_new_tokens: int) -> list[str]:
+    def _write(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
         dodo, tokenizer = self.dodo, self.dodo.tokenizer
-        asked = zip(held.what, questions, strict=True)
-        turns = [chat_turn(tokenizer, f"{document}\n{QUESTION.format(question=q.strip())}".strip()) for document, q in asked]
-        rows = [tokenizer(turn, add_special_tokens=False, verbose=False)["input_ids"] for turn in turns]
+        rows = [tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"] for prompt in prompts]
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         ids, mask = pad_rows(rows, pad, left=True, device=dodo.device)
         base: Any = dodo.compressor.base
@@ -179,12 +184,32 @@ class Whole:
         raise InputError(f"method {self.name!r} selects no tokens")
 
 
+class Summarized(Whole):
+    """LMSumm: the base is asked to shorten the document to the r-th part of its words, and reads the summary in its place.
+
+    At most twice the r-th part of the document's tokens are written. Paper: Section 6, Appendix D.1.
+    """
+
+    def __init__(self, dodo: Dodo, *, ratio: float) -> None:
+        super().__init__(dodo, name="lmsumm")
+        self._share = ratio
+
+    def read(self, documents: Sequence[str]) -> Held:
+        tokens = [len(self.dodo.document_ids(text)) for text in documents]
+        wanted = [math.ceil(len(text.split()) / self._share) for text in documents]
+        asked = [SHORTEN.format(words=words, text=text) for words, text in zip(wanted, documents, strict=True)]
+        turns = [chat_turn(self.dodo.tokenizer, request) for request in asked]
+        summaries = [text.strip() for text in self._write(turns, math.ceil(2 * max(tokens) / self._share))]
+        return Held([len(self.dodo.document_ids(text)) if text else 0 for text in summaries], tokens, summaries)
+
+
 METHODS: dict[str, Callable[[Dodo, float], Method]] = {
     "dodo": lambda dodo, ratio: Compressed(dodo, ratio=ratio),
     "stride": lambda dodo, ratio: Compressed(dodo, ratio=ratio, choice="stride"),
     "random": lambda dodo, ratio: Compressed(dodo, ratio=ratio, choice="random"),
     "full": lambda dodo, ratio: Whole(dodo, name="full"),
     "nodoc": lambda dodo, ratio: Whole(dodo, name="nodoc", ratio=float("inf")),
+    "lmsumm": lambda dodo, ratio: Summarized(dodo, ratio=ratio),
     "truncate": lambda dodo, ratio: Whole(dodo, name="truncate", ratio=ratio),
 }
 """By name: from a model and a ratio."""

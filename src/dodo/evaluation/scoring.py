@@ -1,5 +1,6 @@
 """From texts to numbers: what counts as an answer, how much of a text came back. Paper: Section 4, Appendix E."""
 
+import functools
 import math
 import re
 import statistics
@@ -7,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["contains_answer", "corpus_bleu", "normalized", "perplexity", "share_error", "share_rebuilt"]
+__all__ = ["contains_answer", "corpus_bleu", "normalized", "perplexity", "rouge", "share_error", "share_rebuilt"]
 
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 KINDS: dict[str, str] = {
@@ -50,6 +51,19 @@ def corpus_bleu(made: Sequence[str], wanted: Sequence[str], *, groups: int = 10)
 
     pairs = list(zip(made, wanted, strict=True))
     return score(pairs), _jackknife(score, pairs, min(groups, len(pairs)))
+
+
+def rouge(made: str, wanted: str) -> dict[str, float]:
+    """F1 of ROUGE-1, ROUGE-2 and ROUGE-L (rouge-score, stemmed, 0 to 100). Paper: Table 4."""
+    found = _rouge_scorer().score(wanted, made)
+    return {name: 100 * float(score.fmeasure) for name, score in found.items()}
+
+
+@functools.cache
+def _rouge_scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
 
 
 def perplexity(nats: Sequence[float], counts: Sequence[int]) -> tuple[float | None, float | None]:

@@ -15,9 +15,22 @@ from transformers import PreTrainedTokenizerBase
 from dodo.data.reading import read_records, resolve, text_field
 from dodo.errors import InputError
 from dodo.evaluation.methods import Method
-from dodo.evaluation.scoring import contains_answer, corpus_bleu, perplexity, share_error, share_rebuilt
+from dodo.evaluation.scoring import contains_answer, corpus_bleu, perplexity, rouge, share_error, share_rebuilt
+from dodo.prompts import QUESTION, SUMMARY
 
-__all__ = ["LENGTHS", "OF_LENGTHS", "TASKS", "Autoencoding", "Delimiters", "Item", "Multilingual", "Squad", "Task", "windows"]
+__all__ = [
+    "LENGTHS",
+    "OF_LENGTHS",
+    "TASKS",
+    "Autoencoding",
+    "Delimiters",
+    "Item",
+    "Multilingual",
+    "Squad",
+    "Summarization",
+    "Task",
+    "windows",
+]
 
 
 LENGTHS = (64, 128, 256, 512)
@@ -166,7 +179,7 @@ class Squad(Task):
 
     def run(self, method: Method, batch: Sequence[Item]) -> list[dict[str, Any]]:
         held = method.read([item.document for item in batch])
-        made = method.answer(held, [item.question or "" for item in batch], max_new_tokens=64)
+        made = method.reply(held, [QUESTION.format(question=(item.question or "").strip()) for item in batch], max_new_tokens=64)
         found = zip(batch, made, held.states, held.tokens, strict=True)
         return [{"text": t, "right": contains_answer(t, item.answers), "states": s, "tokens": n} for item, t, s, n in found]
 
@@ -183,10 +196,42 @@ class Squad(Task):
         return found
 
 
+class Summarization(Task):
+    """Summarise articles in one sentence, up to 128 greedy tokens: ROUGE-1, 2 and L. Table 4."""
+
+    name = "summarization"
+
+    def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
+        records = [record for source in resolve(sources) for record in read_records(source)]
+        found = [
+            Item(str(record.get("id") or i), text_field(record, "article"), "all", answers=(text_field(record, "highlights"),))
+            for i, record in enumerate(records)
+        ]
+        order = np.random.default_rng(seed).permutation(len(found))
+        return [found[i] for i in order[: limit or len(order)]]
+
+    def run(self, method: Method, batch: Sequence[Item]) -> list[dict[str, Any]]:
+        held = method.read([item.document for item in batch])
+        made = method.reply(held, [SUMMARY] * len(batch), max_new_tokens=128)
+        found = zip(batch, made, held.states, held.tokens, strict=True)
+        return [{"text": t, **rouge(t, item.answers[0]), "states": s, "tokens": n} for item, t, s, n in found]
+
+    def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for group, mine in _grouped(items, made):
+            found[group] = {"n": len(mine)}
+            for name in ("rouge1", "rouge2", "rougeL"):
+                values = [made[item.key][name] for item in mine]
+                error = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
+                found[group] |= {name: float(np.mean(values)), f"{name} standard error": error}
+            found[group] |= _held(mine, made)
+        return found
+
+
 OF_LENGTHS: dict[str, type[Autoencoding]] = {task.name: task for task in (Autoencoding, Delimiters)}
 """Tasks on texts of given lengths."""
 
-TASKS: dict[str, type[Task]] = {**OF_LENGTHS, Multilingual.name: Multilingual, Squad.name: Squad}
+TASKS: dict[str, type[Task]] = {**OF_LENGTHS, **{task.name: task for task in (Multilingual, Squad, Summarization)}}
 
 
 def windows(
