@@ -28,6 +28,7 @@ VERBS = {
     "train": "Train adapters and scorer.",
     "prepare-data": "Turn texts into training data.",
     "evaluate": "Measure a method on a task.",
+    "report": "Write the page of all results.",
     "calibrate": "Estimate which scores keep one token in so many.",
     "generate": "Go on with a text of any length in bounded memory.",
     "chat": "Talk without end in bounded memory.",

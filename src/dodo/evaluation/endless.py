@@ -69,6 +69,10 @@ class Endless:
             most_states, most_bytes = max(most_states, states), max(most_bytes, held)
         return {"pieces": pieces, "states": most_states, "bytes": most_bytes}
 
+    def each(self, items: Sequence[Any], made: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+        """Nothing."""
+        return {}
+
     def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Perplexity of each stretch, its standard error from the pieces in it, and what was held at most."""
         stretches: dict[int, list[tuple[float, int]]] = defaultdict(list)

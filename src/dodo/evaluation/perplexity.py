@@ -125,6 +125,10 @@ class Perplexity:
                 made[item.key] = {"nats": [round(n, 5) for n in nats[:real]], "states": held}
         return [made[item.key] for item in batch]
 
+    def each(self, items: Sequence[Any], made: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+        """Nothing."""
+        return {}
+
     def measure(self, items: Sequence[Segment], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """For each S: perplexities of segments with a whole history, and of all."""
         found = {}

@@ -124,6 +124,7 @@ def evaluate(
         "measured": measuring.measure(items, made),
         "seconds": round(seconds, 1),
         **about_machine(),
+        "each": measuring.each(items, made),
         "examples": [_example(item, made[item.key]) for item in items[:examples]],
     }
     write_json(out, record)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["contains_answer", "corpus_bleu", "normalized", "perplexity", "rouge", "share_error", "share_rebuilt"]
+__all__ = ["contains_answer", "corpus_bleu", "normalized", "perplexity", "rouge", "sentence_bleu", "share_error", "share_rebuilt"]
 
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 KINDS: dict[str, str] = {
@@ -51,6 +51,13 @@ def corpus_bleu(made: Sequence[str], wanted: Sequence[str], *, groups: int = 10)
 
     pairs = list(zip(made, wanted, strict=True))
     return score(pairs), _jackknife(score, pairs, min(groups, len(pairs)))
+
+
+def sentence_bleu(made: str, wanted: str) -> float:
+    """BLEU of one text (sacrebleu, 13a, effective order, 0 to 100)."""
+    import sacrebleu
+
+    return float(sacrebleu.sentence_bleu(made, [wanted]).score)
 
 
 def rouge(made: str, wanted: str) -> dict[str, float]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from dodo.data.reading import read_records, resolve, text_field
 from dodo.errors import InputError
 from dodo.evaluation.methods import Method
-from dodo.evaluation.scoring import contains_answer, corpus_bleu, perplexity, rouge, share_error, share_rebuilt
+from dodo.evaluation.scoring import contains_answer, corpus_bleu, perplexity, rouge, sentence_bleu, share_error, share_rebuilt
 from dodo.prompts import QUESTION, SUMMARY
 
 __all__ = [
@@ -64,6 +64,10 @@ class Task:
         """Numbers, by group and over all."""
         raise NotImplementedError
 
+    def each(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+        """By group, a number for each item, where a figure shows them; else nothing."""
+        return {}
+
 
 class Autoencoding(Task):
     """Rebuild texts of given lengths in tokens. BLEU by length (Figure 4); numbers, names and dates that came back."""
@@ -90,6 +94,13 @@ class Autoencoding(Task):
 
     def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
         return {group: self._group(mine, made) for group, mine in _grouped(items, made)}
+
+    def each(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+        """BLEU of each text."""
+        return {
+            group: [round(sentence_bleu(made[item.key]["text"], item.document), 2) for item in mine]
+            for group, mine in _grouped(items, made)
+        }
 
     def _group(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
         texts, wanted = [made[item.key]["text"] for item in items], [item.document for item in items]
@@ -135,6 +146,10 @@ class Delimiters(Autoencoding):
 
     name = "delimiters"
     SHOWN = 10
+
+    def each(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+        """Nothing: no text is rebuilt."""
+        return {}
 
     def run(self, method: Method, batch: Sequence[Item]) -> list[dict[str, Any]]:
         held = method.read([item.document for item in batch])

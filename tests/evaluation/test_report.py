@@ -1,0 +1,71 @@
+"""The page of results."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dodo.errors import InputError
+from dodo.evaluation.report import SECTIONS, read_results, write_figures, write_report
+
+SETTINGS = {"base": "tiny", "adapters": "trained", "adapter fingerprint": "0123456789", "data": ["texts.jsonl"]}
+
+
+def put(folder: Path, name: str, task: str, method: str, ratio: float | None, measured: dict[str, Any], **more: Any) -> None:
+    settings = {**SETTINGS, "task": task, "method": method, "ratio": ratio}
+    record = {"name": name, "commit": "abcdef012345", "settings": settings, "measured": measured, **more}
+    (folder / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    for ratio, right in ((10.0, 0.125), (5.0, 0.25)):
+        values = {"n": 8, "accuracy": right, "standard error": 0.0625, "states each": 100 / ratio}
+        put(folder, f"squad-r{ratio:g}", "squad", "dodo", ratio, {"all": values})
+    values = {"n": 2, "bleu": 71.594, "bleu standard error": None, "numbers rebuilt": None, "states each": 14.0}
+    put(folder, "ae", "autoencoding", "dodo", 5.0, {"64 tokens": values}, each={"64 tokens": [70.0, 73.5]})
+    shares = {"'|': share of nuggets": 0.5, "'|': share of text": 0.25}
+    put(folder, "kinds", "delimiters", "dodo", 10.0, {"64 tokens": {"n": 1, "nuggets": 12, **shares}})
+    (folder / "benchmark-x.json").write_text(json.dumps({"settings": {}, "measured": {}}))
+    return folder
+
+
+def test_rows_are_the_records_in_order_and_the_papers_stand_below(results: Path, tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "results.md"
+    write_report(read_results(results), page)
+    text = page.read_text()
+    five, ten = (
+        "| dodo | 5 | texts.jsonl | all | 8 | 20.0 | 0.250 ± 0.062 |",
+        "| dodo | 10 | texts.jsonl | all | 8 | 10.0 | 0.125 ± 0.062 |",
+    )
+    assert 0 < text.index(five) < text.index(ten) < text.index("| LMSumm | 10 | 30.9 |")
+    assert "| dodo | 5 | texts.jsonl | 64 tokens | 2 | 14.0 | 71.59 |  |  |  | tiny | trained 01234567 | abcdef0 |" in text
+    assert "benchmark" not in text
+
+
+def test_every_task_has_a_section_whose_values_the_task_measures() -> None:
+    from dodo.cli.evaluate import TASKS
+
+    assert set(SECTIONS) == set(TASKS)
+    for section in SECTIONS.values():
+        assert all(len(row) == len(section.head) for row in section.paper)
+
+
+def test_figures_are_drawn_where_there_are_numbers(results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    made = write_figures(read_results(results), tmp_path / "docs" / "figures")
+    assert {path.stem for path in made} == {"autoencoding.boxes", "autoencoding.states", "squad.states", "delimiters.bars"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
+    write_report(read_results(results), tmp_path / "docs" / "results.md", made)
+    assert "(figures/squad.states.png)" in (tmp_path / "docs" / "results.md").read_text()
+
+
+def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there are no records"):
+        read_results(tmp_path)
+    (tmp_path / "broken.json").write_text("[")
+    with pytest.raises(InputError, match=r"broken.json is no record"):
+        read_results(tmp_path)
