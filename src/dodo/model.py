@@ -161,8 +161,14 @@ class Dodo:
         if not isinstance(text, str) and len(text) == 0:
             raise InputError("there are no texts to compress")
         rows = [self.document_ids(t) for t in ([text] if isinstance(text, str) else text)]
-        input_ids, attention_mask = pad_rows(rows, self._pad_id, left=False, device=self.device)
         self._warn_of_ratio(ratio, nuggets)
+        return self.compress_ids(rows, ratio=ratio, nuggets=nuggets, segment=segment)
+
+    def compress_ids(
+        self, rows: list[list[int]], *, ratio: float | None = None, nuggets: int | None = None, segment: int | None = None
+    ) -> Nuggets:
+        """`compress` on token ids: rows without padding, taken as they are."""
+        input_ids, attention_mask = pad_rows(rows, self._pad_id, left=False, device=self.device)
         with torch.no_grad():
             return self._roomy(input_ids.shape[1]).encode(
                 input_ids, attention_mask, ratio=ratio, nuggets=nuggets, segment=segment
@@ -197,7 +203,7 @@ class Dodo:
             f"a text of {tokens:,} tokens is longer than the base's window of {compressor.window:,}: "
             "it is encoded in segments, with compact positions",
             DodoWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         roomy = copy.copy(compressor)
         roomy.config = dataclasses.replace(compressor.config, positions="compact")

@@ -1,0 +1,207 @@
+"""Dodo as a model of lm-evaluation-harness, all of whose tasks it then does from compressed contexts.
+
+    python -m dodo.evaluation.harness --model dodo --model_args model=smollm2-135m,ratio=5 --tasks squad_completion --limit 50
+
+A request's context is compressed but for its last `whole` tokens, which the decoder reads, with theta, before it scores a
+continuation or writes one. Texts that are scored whole (`loglikelihood_rolling`) are read by the autoregressive LM. With ratio 1,
+fresh adapters and no kept first token, all numbers are those of the harness's own `hf` model on the same base.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import (
+    Collator,
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows
+from torch import Tensor
+from tqdm import tqdm
+
+from dodo.adapters import THETA
+from dodo.architecture import backbone, logits_of
+from dodo.errors import InputError
+from dodo.generation import pad_rows
+from dodo.model import Dodo
+
+__all__ = ["DodoLM"]
+
+
+@register_model("dodo")
+class DodoLM(TemplateLM):
+    """See above.
+
+    Args:
+        model: as for `Dodo.from_pretrained`, or a loaded one.
+        ratio: tokens per nugget; None: the configured one.
+        whole: tokens at the end of a context that are not compressed, at least 1.
+        window, segment: of the autoregressive LM; see `Dodo.autoregressive`.
+        batch_size: contexts at a time.
+        max_gen_toks: tokens written, where a task does not say.
+        device, dtype: where the model is loaded.
+
+    Raises:
+        InputError: `whole` or `batch_size` is no number of at least 1, or see `Dodo.from_pretrained`.
+    """
+
+    def __init__(
+        self,
+        model: str | Dodo = "smollm2-135m",
+        *,
+        ratio: float | None = None,
+        whole: int = 32,
+        window: int = 128,
+        segment: int = 64,
+        batch_size: int | str = 1,
+        max_gen_toks: int = 256,
+        device: str | None = None,
+        dtype: str = "auto",
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if not str(batch_size).isdigit() or int(batch_size) < 1 or whole < 1:
+            raise InputError(f"batch_size and whole must be whole numbers of at least 1, not {batch_size!r} and {whole!r}")
+        kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        self.dodo = model if isinstance(model, Dodo) else Dodo.from_pretrained(model, device=device, dtype=kind)
+        self.tokenizer = self.dodo.tokenizer
+        self.ratio = self.dodo.config.ratio if ratio is None else float(ratio)
+        self.whole, self.window, self.segment = whole, window, segment
+        self.batch_size, self.max_gen_toks = int(batch_size), max_gen_toks
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = self.tokenizer.bos_token_id
+        return int(self.eot_token_id if bos is None else bos)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        if add_special_tokens is False or not string:
+            ids: list[int] = self.tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"]
+            return ids
+        return self.dodo.document_ids(string, literal=False)
+
+    # -- scores
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]))
+        short = [i for i in order if len(requests[i][1]) < 2]
+        bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Scoring continuations")
+        for some in [*_batches([i for i in order if i not in set(short)], self.batch_size), *([i] for i in short)]:
+            contexts, continuations = [requests[i][1] for i in some], [requests[i][2] for i in some]
+            for i, logits, wanted in zip(some, self._logits(contexts, continuations), continuations, strict=True):
+                found[i] = _likelihood(logits, wanted)
+            bar.update(len(some))
+        bar.close()
+        return found
+
+    def _logits(self, contexts: Sequence[list[int]], continuations: Sequence[list[int]]) -> Iterator[Tensor]:
+        """fp32 [n, V] for the n tokens of each continuation."""
+        compressor, device = self.dodo.compressor, self.dodo.device
+        if len(contexts[0]) < 2:  # nothing to compress
+            ids = torch.tensor([contexts[0] + continuations[0][:-1]], device=device)
+            with compressor.adapters.use(THETA):
+                states = backbone(compressor.base)(input_ids=ids, use_cache=False).last_hidden_state
+            yield logits_of(compressor.base, states[0, -len(continuations[0]) :])
+            return
+        documents, prompts = self._split(contexts)
+        nuggets = self.dodo.compress_ids(documents, ratio=self.ratio)
+        rows = [prompt + continuation[:-1] for prompt, continuation in zip(prompts, continuations, strict=True)]
+        ids, mask = pad_rows(rows, 0, left=False, device=device)
+        states = compressor.decode(nuggets, ids, mask, states=True)
+        for state, row, continuation in zip(states, rows, continuations, strict=True):
+            yield logits_of(compressor.base, state[len(row) - len(continuation) : len(row)])
+
+    def _split(self, contexts: Iterable[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+        """What is compressed of each context, and what is not."""
+        cuts = [(context, max(1, len(context) - self.whole)) for context in contexts]
+        return [context[:cut] for context, cut in cuts], [context[cut:] for context, cut in cuts]
+
+    @torch.no_grad()
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        lm = self.dodo.autoregressive(ratio=self.ratio, window=self.window, segment=self.segment)
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm, desc="Scoring texts"):
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            total = 0.0
+            for read, wanted in get_rolling_token_windows(tokens, self.prefix_token_id, lm.longest, 1):
+                logits = lm.forward(torch.tensor([read], device=self.dodo.device))[0, -len(wanted) :].float()
+                total += _likelihood(logits, wanted)[0]
+            found.append(total)
+        return found
+
+    # -- texts
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        ordered = Collator(
+            [request.args for request in requests],
+            sort_fn=lambda args: (-len(self.tok_encode(args[0])), args[0]),
+            group_by="gen_kwargs",
+            group_fn=lambda args: args[1],
+        )
+        eos, made = self.tokenizer.decode([self.eot_token_id]), []
+        bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Writing")
+        for some in ordered.get_batched(n=self.batch_size, batch_fn=None):
+            contexts = [self.tok_encode(context) for context, _ in some]
+            if min(map(len, contexts)) < 2:
+                raise InputError("a context of less than 2 tokens leaves nothing to compress and to read on from")
+            settings = dict(normalize_gen_kwargs(dict(some[0][1]), self.max_gen_toks))
+            until, new_tokens = handle_stop_sequences(settings.pop("until", None), eos=eos), settings.pop("max_gen_toks")
+            if not settings.get("do_sample"):
+                settings.pop("temperature", None)
+            documents, prompts = self._split(contexts)
+            new = self.dodo.generate_ids(
+                self.dodo.compress_ids(documents, ratio=self.ratio),
+                prompts,
+                max_new_tokens=int(new_tokens),
+                stop_strings=until,
+                tokenizer=self.tokenizer,
+                **settings,
+            )
+            made += [postprocess_generated_text(self.tokenizer.decode(ids, skip_special_tokens=True), until, None) for ids in new]
+            bar.update(len(some))
+        bar.close()
+        texts: list[str] = ordered.get_original(made)
+        return texts
+
+
+def _batches(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (items[i : i + size] for i in range(0, len(items), size))
+
+
+def _likelihood(logits: Tensor, wanted: Sequence[int]) -> tuple[float, bool]:
+    """Sum of log p, and whether each token is the likeliest."""
+    targets = torch.tensor(list(wanted), device=logits.device)
+    likelihood = logits.log_softmax(-1).gather(1, targets[:, None]).sum()
+    return float(likelihood), bool((logits.argmax(-1) == targets).all())
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
