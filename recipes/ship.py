@@ -55,6 +55,8 @@ def main() -> None:
 
 
 def _rows(run: Path, name: str) -> list[tuple[int, str, float]]:
+    if not (run / f"{name}.csv").exists():  # ended before its first validation
+        return []
     with open(run / f"{name}.csv", encoding="utf-8") as file:
         return [(int(row["step"]), row["name"], float(row["value"])) for row in csv.DictReader(file)]
 

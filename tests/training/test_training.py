@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from dodo.data.batches import Batch, Draw, TextSource
 from dodo.data.shards import Ragged, Shard
 from dodo.errors import InputError
 from dodo.model import Dodo
+from dodo.training.callbacks import Validation
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import NanLossError, TrainingModule, rate_at
 from dodo.training.objectives import Way, batch_loss
@@ -350,6 +352,18 @@ def test_padding_does_not_enter_the_loss(recipe_file: Path) -> None:
     alone = [batch_loss(compressor, _batch([row], pad=5)) for row in rows]
     assert sum(loss.tokens for loss in alone) == sums[0][1]
     assert sum(loss.sum for loss in alone) == pytest.approx(sums[0][0], rel=1e-4)
+
+
+def test_only_the_first_process_takes_rows_out_of_the_logs(recipe_file: Path, tmp_path: Path) -> None:
+    """Two that rewrite one file at once can empty it."""
+    log = tmp_path / "validation.csv"
+    log.write_text("step,name,value\n2,loss,1\n4,loss,1\n", encoding="utf-8")
+    checks = Validation({}, tmp_path, load_recipe(recipe_file))
+    module: Any = SimpleNamespace()
+    for first, rows in ((False, 3), (True, 2)):
+        trainer: Any = SimpleNamespace(is_global_zero=first, global_step=2)
+        checks.on_train_start(trainer, module)
+        assert len(log.read_text().splitlines()) == rows
 
 
 def test_a_nan_stops_the_run_and_saves_the_batch(recipe_file: Path, tmp_path: Path) -> None:

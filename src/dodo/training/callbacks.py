@@ -52,7 +52,8 @@ class TrainingLog(_EachStep):
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         super().on_train_start(trainer, module)
         self._start, self._tokens = time.perf_counter(), module.tokens_seen
-        _forget_later_rows(self._path, trainer.global_step)
+        if trainer.is_global_zero:
+            _forget_later_rows(self._path, trainer.global_step)
 
     def after_batch(self, module: Any) -> None:
         for key in ("loss", "accuracy"):
@@ -102,7 +103,8 @@ class Validation(_EachStep):
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         super().on_train_start(trainer, module)
-        _forget_later_rows(self._folder / "validation.csv", trainer.global_step)
+        if trainer.is_global_zero:
+            _forget_later_rows(self._folder / "validation.csv", trainer.global_step)
 
     def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
         self.improved = False
@@ -224,4 +226,6 @@ def _forget_later_rows(path: Path, step: int) -> None:
         return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for i, line in enumerate(lines) if i == 0 or int(line.split(",", 1)[0]) <= step]
-    path.write_text("".join(kept), encoding="utf-8")
+    part = path.with_name(path.name + ".part")
+    part.write_text("".join(kept), encoding="utf-8")
+    os.replace(part, path)

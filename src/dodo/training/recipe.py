@@ -148,6 +148,7 @@ class Running:
     patience: int = 0
     """Validations without a better loss after which the run stops; 0: never."""
     seed: int = 0
+    """Of the batches. A run that goes on from another's adapters takes another, or it sees the same texts and questions again."""
 
     @property
     def batches_per_step(self) -> int:
