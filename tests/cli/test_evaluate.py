@@ -77,7 +77,7 @@ def test_the_command_line_knows_all_tasks_and_methods():
     from dodo.evaluation.methods import METHODS
     from dodo.evaluation.tasks import TASKS
 
-    assert set(evaluate.TASKS) == {*TASKS, "optimal-selection", "perplexity", "endless"}
+    assert set(evaluate.TASKS) == {*TASKS, "optimal-selection", "efficiency", "perplexity", "endless"}
     assert set(evaluate.TASKS["endless"]) == set(READERS)
     assert set(evaluate.TASKS["squad"]) == set(METHODS)
     assert all(set(evaluate.TASKS[task]) <= set(METHODS) for task in TASKS)

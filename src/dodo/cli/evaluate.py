@@ -17,6 +17,7 @@ TASKS = {
     "multilingual": ("dodo", "stride", "random"),
     "delimiters": ("dodo", "stride", "random"),
     "optimal-selection": ("dodo", "stride", "random"),
+    "efficiency": ("dodo",),
     "squad": ("dodo", "stride", "random", "full", "nodoc", "lmsumm", "truncate"),
     "summarization": ("dodo", "stride", "random", "full", "nodoc", "lmsumm", "truncate"),
     "perplexity": ("dodo", "top-k", "stride", "compressive", "full", "theta"),
@@ -53,7 +54,7 @@ Examples:
     type=click.IntRange(min=1),
     multiple=True,
     metavar="N",
-    help="Tokens of each text; repeatable. [default: 64, 128, 256, 512]",
+    help="Tokens of each text; repeatable. [default: 64 to 512; 512 to 8000 in efficiency]",
 )
 @click.option(
     "--states",
@@ -93,9 +94,18 @@ def command(
     dtype: str,
     as_json: bool,
 ) -> None:
-    """Measure a method on TASK: autoencoding (rebuild texts), multilingual (the same, a file for each language), delimiters
-    (which tokens become nuggets), optimal-selection (what a search for better ones gains), squad (answer questions),
-    summarization, perplexity (with a number of states) or endless (perplexity by position of texts many windows long).
+    """Measure a method on TASK.
+
+    \b
+    autoencoding       rebuild texts
+    multilingual       the same, a file for each language
+    delimiters         which tokens become nuggets
+    optimal-selection  what a search for better nuggets gains
+    efficiency         seconds and bytes by length, beside the whole text
+    squad              answer questions
+    summarization      summarise articles
+    perplexity         of language models with a number of states
+    endless            the same by position, of texts many windows long
 
     The record, a JSON file, has what is needed to judge and to repeat the measurement. A stopped one goes on where it was.
     """
@@ -156,7 +166,7 @@ def _check(
         "--examples": (examples,) if examples else (),
     }
     of_task = {"perplexity": ("--states", "--segment"), "endless": ("--states",)}
-    of_task |= {"autoencoding": ("--length", "--examples"), "delimiters": ("--length",)}
+    of_task |= {"autoencoding": ("--length", "--examples"), "delimiters": ("--length",), "efficiency": ("--length",)}
     for flag, values in given.items():
         for value in values if flag not in of_task.get(task, ("--examples",)) else ():
             raise click.UsageError(f"{flag} {value}: has no effect in {task}; leave it out")

@@ -109,6 +109,23 @@ SECTIONS: dict[str, Section] = {
         {"nuggets": "nuggets", "ten most frequent": "most frequent 10: share of nuggets"},
         apart="In the paper ten kinds of tokens, mostly delimiters of clauses, make up 95% of the nuggets at r = 10.",
     ),
+    "efficiency": Section(
+        "Cost by length of the document",
+        {
+            "encode, s": "encode, s",
+            "read whole, s": "whole: read, s",
+            "first token, s": "first token, s",
+            "over the whole text, s": "whole: first token, s",
+            "over its cache, s": "whole: first token, cache kept, s",
+            "token, s": "each further token, s",
+            "token over the whole, s": "whole: each further token, s",
+            "bytes": "bytes held",
+            "bytes of the whole": "whole: bytes held",
+            "sooner from questions": "questions from which it is sooner",
+            "cache kept": "the same, cache kept",
+        },
+        apart="An answer has 64 tokens. The paper gives no numbers.",
+    ),
     "optimal-selection": Section(
         "A search for better selections (Algorithm 1)",
         {

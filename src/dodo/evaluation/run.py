@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from dodo.errors import InputError
+from dodo.evaluation.efficiency import Efficiency
 from dodo.evaluation.endless import Endless, make_reader
 from dodo.evaluation.language_models import make_language_model
 from dodo.evaluation.methods import make_method
 from dodo.evaluation.optimal import OptimalSelection
 from dodo.evaluation.perplexity import STATES, Perplexity
 from dodo.evaluation.record import about_machine, commit, today, write_json
-from dodo.evaluation.tasks import LENGTHS, OF_LENGTHS, TASKS, Item
+from dodo.evaluation.tasks import OF_LENGTHS, TASKS, Item, Task
 from dodo.model import Dodo
 
 __all__ = ["evaluate"]
@@ -26,7 +27,7 @@ def evaluate(
     method: str = "dodo",
     ratio: float | None = None,
     sources: Sequence[str],
-    lengths: Sequence[int] = LENGTHS,
+    lengths: Sequence[int] = (),
     states: Sequence[int] = STATES,
     segment: int = 16,
     limit: int | None = None,
@@ -41,11 +42,11 @@ def evaluate(
 
     Args:
         dodo: base and adapters.
-        task: autoencoding, multilingual, delimiters, optimal-selection, squad, perplexity or endless.
+        task: autoencoding, multilingual, delimiters, optimal-selection, efficiency, squad, summarization, perplexity or endless.
         method: see `methods.METHODS`, for perplexity `language_models.LANGUAGE_MODELS`, for endless `endless.READERS`.
         ratio: tokens per nugget; None: the configured one, for perplexity and endless the paper's 10.
         sources: files, patterns or `hf:` ids.
-        lengths: of the texts of autoencoding and delimiters, in tokens.
+        lengths: of the texts of autoencoding, delimiters and efficiency, in tokens; none: the task's own.
         states: held before each segment, in perplexity; in endless the last of them is held at most.
         segment: tokens scored at a time, in perplexity.
         limit: items (of each length or language, if there are several), tokens in perplexity, tokens of each text in endless;
@@ -60,7 +61,7 @@ def evaluate(
     Raises:
         InputError: no such task or method, or data that is not of the task.
     """
-    if task not in (every := (*TASKS, OptimalSelection.name, Perplexity.name, Endless.name)):
+    if task not in (every := (*TASKS, OptimalSelection.name, Efficiency.name, Perplexity.name, Endless.name)):
         raise InputError(f"there is no task {task!r}; tasks are {', '.join(every)}")
     measuring: Any
     how: Any
@@ -76,7 +77,7 @@ def evaluate(
     else:
         ratio = dodo.config.ratio if ratio is None else ratio
         how = make_method(method, dodo, ratio)
-        measuring = OF_LENGTHS[task](lengths) if task in OF_LENGTHS else (TASKS.get(task) or OptimalSelection)()
+        measuring = _measuring(task, lengths)
         items = measuring.items(sources, dodo.tokenizer, limit, seed)
     settings = {
         "task": task,
@@ -89,7 +90,7 @@ def evaluate(
         "selection": dodo.config.selection,
         "dtype": str(dodo.compressor.base.dtype).removeprefix("torch."),
         "data": [Path(source).name for source in sources],
-        "lengths": list(lengths) if task in OF_LENGTHS else None,
+        "lengths": list(getattr(measuring, "lengths", ())) or None,
         "limit": limit,
         "seed": seed,
     }
@@ -130,6 +131,13 @@ def evaluate(
     write_json(out, record)
     part.unlink(missing_ok=True)
     return record
+
+
+def _measuring(task: str, lengths: Sequence[int]) -> Task:
+    if task in OF_LENGTHS or task == Efficiency.name:
+        kind: Any = OF_LENGTHS.get(task, Efficiency)
+        return kind(lengths) if lengths else kind()
+    return OptimalSelection() if task == OptimalSelection.name else TASKS[task]()
 
 
 def _done_before(part: Path, settings: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], float]:

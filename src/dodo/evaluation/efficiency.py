@@ -1,0 +1,167 @@
+"""What compressing costs and saves, by the length of the document, beside the base reading all of it in the same run.
+
+Paper: Section 4.2 argues it, without numbers. Seconds are medians of rounds in which both take turns. `whole` is the base without
+adapters: it reads the document again for each question, or keeps the document's whole cache and copies it.
+"""
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from dodo.attention import cache_argument
+from dodo.autoregressive import held_bytes
+from dodo.data.reading import read_records, resolve, text_field
+from dodo.errors import InputError
+from dodo.evaluation.methods import Compressed
+from dodo.evaluation.tasks import Item, Task
+from dodo.prompts import question_prompt
+
+__all__ = ["LENGTHS", "Efficiency", "break_even"]
+
+LENGTHS = (512, 1024, 2048, 4096, 8000)
+"""The last leaves room in a window of 8,192 for question and answer."""
+NEW_TOKENS, ROUNDS = 33, 3
+QUESTION = "What is this text about?"
+
+
+@dataclass(frozen=True)
+class _Of(Item):
+    """A document of so many tokens."""
+
+    length: int = 0
+
+
+class Efficiency(Task):
+    """See above.
+
+    Args:
+        lengths: of the documents, in tokens.
+    """
+
+    name = "efficiency"
+
+    def __init__(self, lengths: Sequence[int] = LENGTHS) -> None:
+        self.lengths = tuple(lengths)
+
+    def items(self, sources: Sequence[str], tokenizer: Any, limit: int | None, seed: int) -> list[Item]:
+        text = "\n\n".join(text_field(record) for source in resolve(sources) for record in read_records(source))
+        ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        if len(ids) < max(self.lengths):
+            raise InputError(f"the texts have {len(ids):,} tokens together; {max(self.lengths):,} are wanted")
+        self._ids: list[int] = ids
+        return [_Of(str(length), "", f"{length:,} tokens", length=length) for length in self.lengths]
+
+    def run(self, method: Any, batch: Sequence[Any]) -> list[dict[str, Any]]:
+        if not isinstance(method, Compressed) or method.name != "dodo":
+            raise InputError(f"method {method.name!r} is not measured by itself: dodo has the whole text beside it")
+        return [self._one(method, item.length) for item in batch]
+
+    @torch.no_grad()
+    def _one(self, method: Compressed, length: int) -> dict[str, Any]:
+        dodo = method.dodo
+        base: Any = dodo.compressor.base
+        asked = dodo.tokenizer(question_prompt(dodo.tokenizer, QUESTION), add_special_tokens=False)["input_ids"]
+        if length + len(asked) + NEW_TOKENS > dodo.compressor.window:
+            raise InputError(
+                f"{length:,} tokens with question and answer do not fit the base's window of {dodo.compressor.window:,}; "
+                "leave that --length out"
+            )
+        ids = torch.tensor([self._ids[:length]], device=dodo.device)
+
+        def encode() -> Any:
+            return dodo.compress_ids(ids.tolist(), ratio=method.ratio)
+
+        def read() -> Any:
+            with dodo.compressor.adapters.use(None):
+                return base(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_argument(base): DynamicCache()})
+
+        nuggets, kept = encode(), read()[cache_argument(base)]
+        question = torch.tensor([asked], device=dodo.device)
+        whole = torch.cat([ids, question], dim=1)
+
+        def write(new: int, cache: Any = None) -> None:
+            inputs = {} if cache is None else {cache_argument(base): copy.deepcopy(cache)}
+            with dodo.compressor.adapters.use(None):
+                base.generate(input_ids=whole, attention_mask=torch.ones_like(whole), pad_token_id=0, **_exactly(new), **inputs)
+
+        def ask(new: int) -> None:
+            dodo.generate_ids(nuggets, [asked], **_exactly(new))
+
+        seconds = _in_turn(
+            {
+                "encode": encode,
+                "whole: read": read,
+                "first token": lambda: ask(1),
+                "whole: first token": lambda: write(1),
+                "whole: first token, cache kept": lambda: write(1, kept),
+                "all": lambda: ask(NEW_TOKENS),
+                "whole: all, cache kept": lambda: write(NEW_TOKENS, kept),
+            },
+            dodo.device,
+        )
+        later = NEW_TOKENS - 1
+        per_token = (seconds.pop("all") - seconds["first token"]) / later
+        whole_per_token = (seconds.pop("whole: all, cache kept") - seconds["whole: first token, cache kept"]) / later
+        answer = 64
+        mine, theirs = seconds["first token"] + answer * per_token, answer * whole_per_token
+        return {
+            **{f"{name}, s": value for name, value in seconds.items()},
+            "each further token, s": per_token,
+            "whole: each further token, s": whole_per_token,
+            "bytes held": nuggets.keys.nbytes + nuggets.values.nbytes,
+            "whole: bytes held": held_bytes(kept),
+            "peak memory of the process, bytes": _peak(dodo.device),
+            "questions from which it is sooner": break_even(seconds["encode"], mine, 0.0, seconds["whole: first token"] + theirs),
+            "the same, cache kept": break_even(
+                seconds["encode"], mine, seconds["whole: read"], seconds["whole: first token, cache kept"] + theirs
+            ),
+            "states": int(nuggets.states),
+            "tokens": length,
+        }
+
+    def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        return {item.group: {"n": 1, "states each": made[item.key]["states"], **made[item.key]} for item in items}
+
+
+def break_even(once: float, each: float, other_once: float, other_each: float) -> int | None:
+    """The least number of questions from which one way is cheaper than another; None if it never is.
+
+    >>> break_even(10.0, 1.0, 0.0, 3.0), break_even(1.0, 1.0, 2.0, 1.0), break_even(1.0, 2.0, 0.0, 2.0)
+    (6, 1, None)
+    """
+    if each >= other_each:
+        return 1 if once + each < other_once + other_each else None
+    return max(1, math.floor((once - other_once) / (other_each - each)) + 1)
+
+
+def _exactly(new: int) -> dict[str, Any]:
+    return {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+
+
+def _in_turn(tasks: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
+    for turn in range(ROUNDS + 1):  # the first warms up
+        for name, task in tasks.items():
+            start = time.perf_counter()
+            task()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds[name] += [time.perf_counter() - start] * (turn > 0)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _peak(device: torch.device) -> int | None:
+    """Highest resident bytes of the process so far (Linux), or of the GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)

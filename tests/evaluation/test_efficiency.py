@@ -1,0 +1,47 @@
+"""Cost by length."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dodo.errors import InputError
+from dodo.evaluation import efficiency
+from dodo.evaluation.efficiency import Efficiency
+from dodo.evaluation.methods import make_method
+from dodo.model import Dodo
+from tests.cli.tiny import TEXT, save_model
+
+
+@pytest.fixture(scope="module")
+def dodo(tmp_path_factory: pytest.TempPathFactory) -> Dodo:
+    return Dodo.from_pretrained(save_model(tmp_path_factory.mktemp("efficiency") / "base"))
+
+
+def test_what_is_held_is_a_ratio_th_of_the_whole_cache(dodo: Dodo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(efficiency, "NEW_TOKENS", 3)
+    monkeypatch.setattr(efficiency, "ROUNDS", 1)
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": TEXT}) for _ in range(9)), encoding="utf-8")
+    task, method = Efficiency([41, 81]), make_method("dodo", dodo, 4.0)
+    items = task.items([str(tmp_path / "texts.jsonl")], dodo.tokenizer, None, 0)
+    made = {item.key: row for item, row in zip(items, task.run(method, items), strict=True)}
+    found = task.measure(items, made)
+    assert list(found) == ["41 tokens", "81 tokens"]
+    for n, values in ((41, found["41 tokens"]), (81, found["81 tokens"])):
+        states = (n - 1) // 4 + 1
+        assert values["states each"] == states
+        assert values["bytes held"] * n == values["whole: bytes held"] * states
+        assert all(values[name] > 0 for name in ("encode, s", "whole: read, s", "first token, s", "whole: first token, s"))
+
+
+def test_what_can_not_be_measured_is_refused(dodo: Dodo, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": TEXT * 9}), encoding="utf-8")
+    data = [str(tmp_path / "texts.jsonl")]
+    with pytest.raises(InputError, match="9,000 are wanted"):
+        Efficiency([9000]).items(data, dodo.tokenizer, None, 0)
+    task = Efficiency([510])
+    items = task.items(data, dodo.tokenizer, None, 0)
+    with pytest.raises(InputError, match="do not fit the base's window of 512"):
+        task.run(make_method("dodo", dodo, 4.0), items)
+    with pytest.raises(InputError, match="not measured by itself"):
+        task.run(make_method("full", dodo, 4.0), items)
