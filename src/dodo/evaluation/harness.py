@@ -11,17 +11,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
-from lm_eval.models.utils import (
-    Collator,
-    handle_stop_sequences,
-    normalize_gen_kwargs,
-    postprocess_generated_text,
-)
-from lm_eval.utils import get_rolling_token_windows
 from torch import Tensor
 from tqdm import tqdm
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.utils import get_rolling_token_windows
+except ImportError as error:
+    raise ImportError(f"{error}; the harness is an extra: pip install 'dodo-lm[harness]'") from None
 
 from dodo.adapters import THETA
 from dodo.architecture import backbone, logits_of

@@ -35,15 +35,15 @@ class Section:
 
 
 _SMALL = (
-    "The paper's base has 7 billion parameters and was trained until it converged; this one has 135 million, and the card of its "
-    "adapters says on how many tokens they were trained."
+    "The paper's base has 7 billion parameters, this one 135 million; the card of its adapters says on how many tokens they were "
+    "trained."
 )
 
 SECTIONS: dict[str, Section] = {
     "autoencoding": Section(
         "Rebuilding texts (Figure 4)",
         {"BLEU": "bleu", "numbers": "numbers rebuilt", "names": "names rebuilt", "dates": "dates rebuilt"},
-        apart=f"The paper shows a figure: BLEU near 100 for LLaMA-7B at r = 5 and 10. {_SMALL}",
+        apart=f"The paper shows a figure, and says 98 at r = 20 for LLaMA-7B. {_SMALL}",
     ),
     "multilingual": Section(
         "Other languages (Table 6)",
