@@ -3,6 +3,7 @@
 import csv
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -60,8 +61,8 @@ class TrainingLog(_EachStep):
             self._sums[f"{key}/{module.last['objective']}"].append(module.last[key])
 
     def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
-        self._sums["norm/adapters"].append(module.gradient_norms[0])
-        self._sums["norm/scorer"].append(module.gradient_norms[1])
+        for name, norm in module.gradient_norms.items():
+            self._sums[f"norm/{name}"].append(norm)
         if step % self._every:
             return
         seconds = time.perf_counter() - self._start
@@ -175,10 +176,19 @@ class Checkpoints(_EachStep):
             module.save_adapters(self._folder / "last")
 
     def _save(self, trainer: Trainer) -> None:
-        part = self._folder / "last.ckpt.part"
-        trainer.save_checkpoint(part)
-        if trainer.is_global_zero:
-            os.replace(part, self._folder / "last.ckpt")
+        part, last = self._folder / "last.ckpt.part", self._folder / "last.ckpt"
+        if part.is_dir() and trainer.is_global_zero:
+            shutil.rmtree(part)
+        trainer.save_checkpoint(part)  # a folder, where the processes hold a part each
+        if not trainer.is_global_zero:
+            return
+        if last.is_dir():
+            before = self._folder / "last.ckpt.before"
+            os.replace(last, before)
+            os.replace(part, last)
+            shutil.rmtree(before)
+        else:
+            os.replace(part, last)
 
 
 class Progress(_EachStep):

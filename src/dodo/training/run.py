@@ -49,16 +49,16 @@ class Result:
 
 
 class _Endless(IterableDataset[Batch]):
-    """Batches from a number on, every world-th: no length, so that Lightning stops by steps alone."""
+    """One process's batches, from the trainer's step on: no length, so that Lightning stops by steps alone."""
 
-    def __init__(self, make: BatchMaker, first: int, world: int = 1) -> None:
-        self._make, self._first, self._world = make, first, world
+    def __init__(self, make: BatchMaker, trainer: Any, per_step: int) -> None:
+        self._make, self._trainer, self._per_step = make, trainer, per_step
 
     def __iter__(self) -> Iterator[Batch]:
-        number = self._first
+        number = self._trainer.global_step * self._per_step + self._trainer.global_rank  # a resumed run's step is known by now
         while True:
             yield self._make(number)
-            number += self._world
+            number += self._trainer.world_size
 
 
 def train(
@@ -123,14 +123,10 @@ def train(
         except (MisconfigurationException, RuntimeError, ImportError, ValueError) as error:
             wanted = f"accelerator={running.accelerator}, devices={running.devices}, strategy={running.strategy}"
             raise InputError(f"this machine can't run {wanted}: {str(error).strip().splitlines()[0]}") from None
-        done = 0
-        if checkpoint is not None:
-            done = int(torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"])
         maker = BatchMaker(recipe, text, questions)
         if checkpoint is None and recipe.selection.warm_start and trainer.is_global_zero:  # the others get its weights
             learn_surprisal(dodo.compressor, _texts_alone(recipe, text))
-        first = done * running.batches_per_step + trainer.global_rank
-        loader = DataLoader(_Endless(maker, first, trainer.world_size), batch_size=None)
+        loader = DataLoader(_Endless(maker, trainer, running.batches_per_step), batch_size=None)
         with fused_lora(dodo.compressor.base) if running.fused else nullcontext():
             trainer.fit(module, loader, ckpt_path=None if checkpoint is None else str(checkpoint), weights_only=True)
     return Result(
@@ -202,10 +198,13 @@ def _texts_alone(recipe: Recipe, text: TextSource | None) -> list[Batch]:
 
 
 def _strategy(name: str) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+
+    if name.startswith("deepspeed_stage_"):
+        stage = int(name.removeprefix("deepspeed_stage_"))
+        return DeepSpeedStrategy(stage=stage, logging_batch_size_per_gpu=1, exclude_frozen_parameters=True)
     if name != "ddp":
         return name
-    from lightning.pytorch.strategies import DDPStrategy
-
     return DDPStrategy(find_unused_parameters=True)  # phi ends at the last layer's keys; not every batch has the soft token
 
 
@@ -214,7 +213,7 @@ def _claim(folder: Path, recipe: Recipe, *, resume: bool) -> Path | None:
     record, last = folder / "recipe.yaml", folder / "last.ckpt"
     wanted = recipe.as_dict()
     if resume:
-        if not last.is_file():
+        if not last.exists():
             raise InputError(f"there is nothing to resume in {folder}: no last.ckpt")
         before = load_recipe(record).as_dict()
         differing = _differences(before, wanted)
