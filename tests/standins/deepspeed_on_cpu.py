@@ -1,6 +1,6 @@
 """`python deepspeed_on_cpu.py train ...`: the command line, with Lightning's DeepSpeed strategy let onto a CPU.
 
-Lightning allows it on CUDA alone; DeepSpeed itself runs over gloo. So the strategy's path through the trainer can be tested without a GPU.
+Lightning allows it on CUDA alone; DeepSpeed itself runs over gloo. So its path through the trainer can be tested without a GPU.
 """
 
 import sys

@@ -103,7 +103,9 @@ def test_a_folder_with_a_run_is_not_overwritten(recipe_file: Path, tmp_path: Pat
         train(load_recipe(recipe_file), tmp_path / "none", resume=True, progress=False)
 
 
-@pytest.mark.parametrize("setting", ["running.stesp=3", "optimiser.lr=1", "running.steps=many", "mixture.ratio.low=0"])
+@pytest.mark.parametrize(
+    "setting", ["running.stesp=3", "running.strategy=fsdp", "optimiser.lr=1", "running.steps=many", "mixture.ratio.low=0"]
+)
 def test_unknown_keys_and_wrong_values_are_refused(recipe_file: Path, setting: str) -> None:
     with pytest.raises(InputError):
         load_recipe(recipe_file, [setting])
