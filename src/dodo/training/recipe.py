@@ -134,7 +134,7 @@ class Running:
     checkpoint_gradients: bool = False
     devices: int = 1
     strategy: Literal["auto", "ddp", "deepspeed_stage_1", "deepspeed_stage_2"] = "auto"
-    """Lightning's. DeepSpeed is an extra; it clips adapters and scorer by one norm. What splits the base's weights over devices (FSDP,
+    """Lightning's. DeepSpeed is an extra; it clips adapters and scorer by one norm. What splits the base over devices (FSDP,
     stage 3) is refused: the loss reads the output matrix outside of the base's own forward pass."""
     accelerator: str = "auto"
     validate_every: int = 500
