@@ -153,8 +153,9 @@ class Icae:
         """
         base: Any = self.compressor.base
         device = device_of(base)
+        mask: Tensor | None = None
         if prompts is None:
-            ids, mask = torch.zeros(len(memory.counts), 0, dtype=torch.long, device=device), None
+            ids = torch.zeros(len(memory.counts), 0, dtype=torch.long, device=device)
         elif not prompts or not all(prompts):
             raise InputError("the prompt is empty")
         else:
