@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from dodo import Dodo
+from dodo.memory import MemoryTokens
 from tests.cli.tiny import TEXT
 
 
@@ -68,6 +70,36 @@ def test_texts_are_rebuilt_by_length(run, models, texts, tmp_path):
     assert "64 tokens" in measured
     assert measured["64 tokens"]["n"] == 2
     assert 0 <= measured["64 tokens"]["bleu"] < 100
+
+
+@pytest.fixture(scope="module")
+def memory_adapters(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("icae")
+    dodo = Dodo.from_pretrained(models.trained)
+    dodo.compressor.memory = MemoryTokens.fresh(dodo.compressor.base, 128, fixed=False)
+    dodo.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("task", ["autoencoding", "multilingual", "squad", "summarization"])
+def test_icae_is_measured_by_its_memory_slots(run, memory_adapters, tmp_path, task):
+    data, out = tmp_path / "en.jsonl", tmp_path / "icae.json"
+    record = {"text": TEXT[:60], "context": TEXT[:60], "article": TEXT[:60], "highlights": "A bird."}
+    data.write_text(json.dumps(record | {"question": "What?", "answers": ["bird"]}), encoding="utf-8")
+    length = ("--length", "16") if task == "autoencoding" else ()
+    flags = ("--method", "icae", "--ratio", "3", *length, "--data", data, "--out", out, "--model", memory_adapters)
+    assert run("evaluate", task, *flags).exit_code == 0
+    (found,) = json.loads(out.read_text())["measured"].values()
+    tokens = found["tokens each"] - 1  # without the first one
+    assert found["states each"] == -(-tokens // 3)
+    assert found["n"] == 1
+
+
+def test_adapters_without_memory_tokens_are_refused(run, models, texts):
+    result = run("evaluate", "autoencoding", "--method", "icae", "--data", texts, "--model", models.trained)
+    assert result.exit_code == 1
+    assert "have no memory tokens" in result.stderr
+    assert "recipes/smollm2-135m-icae.yaml trains a set" in result.stderr
 
 
 def test_the_command_line_knows_all_tasks_and_methods():

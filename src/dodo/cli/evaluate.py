@@ -13,13 +13,13 @@ from dodo.cli.terminal import counter, echo_json, table
 __all__ = ["TASKS", "command"]
 
 TASKS = {
-    "autoencoding": ("dodo", "stride", "random"),
-    "multilingual": ("dodo", "stride", "random"),
+    "autoencoding": ("dodo", "stride", "random", "icae"),
+    "multilingual": ("dodo", "stride", "random", "icae"),
     "delimiters": ("dodo", "stride", "random"),
     "optimal-selection": ("dodo", "stride", "random"),
     "efficiency": ("dodo",),
-    "squad": ("dodo", "stride", "random", "full", "nodoc", "lmsumm", "truncate"),
-    "summarization": ("dodo", "stride", "random", "full", "nodoc", "lmsumm", "truncate"),
+    "squad": ("dodo", "stride", "random", "icae", "full", "nodoc", "lmsumm", "truncate"),
+    "summarization": ("dodo", "stride", "random", "icae", "full", "nodoc", "lmsumm", "truncate"),
     "perplexity": ("dodo", "top-k", "stride", "compressive", "full", "theta"),
     "endless": ("dodo", "window", "full"),
 }
@@ -41,8 +41,8 @@ Examples:
     type=click.Choice(list(dict.fromkeys(name for names in TASKS.values() for name in names))),
     default="dodo",
     show_default=True,
-    help="dodo; the same adapters with a stride or random selection; the base with the whole text (full), no text, a summary by "
-    "itself (lmsumm), or the text's end. "
+    help="dodo; the same adapters with a stride or random selection; memory tokens, which need adapters of their own (icae); "
+    "the base with the whole text (full), no text, a summary by itself (lmsumm), or the text's end. "
     "In perplexity: dodo (by thresholds), top-k, stride, compressive (means), and the last states alone: full (base), theta. "
     "In endless: dodo (by thresholds), the latest states alone (window), the base with everything (full).",
 )

@@ -129,12 +129,13 @@ class Validation(_EachStep):
             trainer.should_stop = True
 
     def _measured(self, module: Any, step: int) -> dict[str, float]:
-        ways: tuple[Way, ...] = ("pooled",) if self._recipe.model == "compressive" else ("scorer", "stride")
+        own: dict[str, tuple[Way, ...]] = {"compressive": ("pooled",), "icae": ("memory",)}
+        ways = own.get(self._recipe.model, ("scorer", "stride"))
         row = validate(module.dodo, self._batches, ways)
         first = next(iter(self._batches))
         if self._recipe.running.reconstruct and self._batches[first].objective == "autoencoding":
-            made = rebuild(module.dodo, self._batches[first], texts=self._recipe.running.reconstruct)
-            row[f"bleu/{first}/scorer"] = made.bleu
+            made = rebuild(module.dodo, self._batches[first], texts=self._recipe.running.reconstruct, way=ways[0])
+            row[f"bleu/{first}/{ways[0]}"] = made.bleu
             with open(self._folder / "samples.txt", "a", encoding="utf-8") as out:
                 out.write(f"== step {step}, {first}, BLEU {made.bleu:.1f}\n")
                 out.writelines(f"-- {a!r}\n++ {b!r}\n" for a, b in list(zip(made.texts, made.rebuilt, strict=True))[:3])

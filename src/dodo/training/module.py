@@ -100,9 +100,11 @@ class TrainingModule(LightningModule):
     # -- optimiser
 
     def parameter_groups(self) -> dict[str, list[torch.nn.Parameter]]:
-        """Adapters with soft token, and scorer."""
+        """Adapters with soft token and memory tokens, and scorer."""
+        memory = self.compressor.memory
+        others = [self.compressor.soft_token, *([] if memory is None else [memory.embeddings])]
         return {
-            "adapters": [*self.compressor.adapters.parameters(), self.compressor.soft_token],
+            "adapters": [*self.compressor.adapters.parameters(), *others],
             "scorer": list(self.compressor.scorer.parameters()),
         }
 

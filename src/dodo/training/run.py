@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from dodo.data.batches import Batch, Objective, QuestionSource, TextSource
 from dodo.data.shards import Shard, ShardKind, prepare, read_shard
 from dodo.errors import InputError
+from dodo.memory import MemoryTokens
 from dodo.model import Dodo
 from dodo.training.callbacks import Checkpoints, Progress, TrainingLog, Validation
 from dodo.training.fused import fused_lora
@@ -156,12 +157,27 @@ def load_for_training(recipe: Recipe) -> Dodo:
                 for name, parameter in dodo.compressor.named_parameters():
                     if name in fresh and not name.startswith("scorer."):
                         parameter.copy_(fresh[name])
+    _give_memory(recipe, dodo)
     if running.checkpoint_gradients:
         dodo.compressor.adapters.checkpoint_gradients()
     for parameter in dodo.compressor.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return dodo
+
+
+def _give_memory(recipe: Recipe, dodo: Dodo) -> None:
+    """Fresh memory tokens for ICAE, unless the adapters that it starts from have some; none for others."""
+    compressor, wanted = dodo.compressor, recipe.memory
+    if recipe.model != "icae":
+        compressor.memory = None
+    elif compressor.memory is None or recipe.start_with == "scorer":
+        compressor.memory = MemoryTokens.fresh(compressor.base, wanted.tokens, fixed=wanted.fixed, seed=recipe.config.seed)
+    elif (len(compressor.memory), compressor.memory.fixed) != (wanted.tokens, wanted.fixed):
+        raise InputError(
+            f"{recipe.start} has {len(compressor.memory)} memory tokens, fixed: {compressor.memory.fixed}; "
+            f"the recipe wants {wanted.tokens}, fixed: {wanted.fixed}"
+        )
 
 
 def _check_window(recipe: Recipe, window: int) -> None:
@@ -181,7 +197,7 @@ def _check_window(recipe: Recipe, window: int) -> None:
 
 def _sample(recipe: Recipe, text: TextSource | None) -> list[list[int]]:
     """Texts to estimate thresholds from: about sixteen thousand tokens."""
-    if text is None:
+    if text is None or recipe.model == "icae":  # which has no scorer
         return []
     length = min(512, text.longest)
     return text.autoencoding(16_384 // length, length, 1.0, np.random.default_rng((recipe.running.seed, 4))).documents.tolist()
