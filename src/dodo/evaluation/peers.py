@@ -46,16 +46,16 @@ class Shortened(Whole):
         name: one of `PEERS`.
         ratio: tokens per state.
         python: of the peers' environment; see `find_python`.
-        script: what runs there.
+        script: what runs there; None: `peers_worker`.
 
     Attributes:
         versions: of the packages that it runs with.
     """
 
-    def __init__(self, dodo: Dodo, *, name: str, ratio: float, python: Path | None = None, script: Path = SCRIPT) -> None:
+    def __init__(self, dodo: Dodo, *, name: str, ratio: float, python: Path | None = None, script: Path | None = None) -> None:
         super().__init__(dodo, name=name, ratio=ratio)
         self._wanted = ratio
-        self._worker = Worker(name, find_python(python), script)
+        self._worker = Worker(name, find_python(python), script or SCRIPT)
         folder = tempfile.TemporaryDirectory(prefix="dodo-base-")
         weakref.finalize(self, folder.cleanup)
         export_base(dodo, Path(folder.name))

@@ -14,6 +14,7 @@ Requests are lines of JSON on standard input, and each is answered with a line o
 What goes wrong is answered with {"error": a line}.
 """
 
+import copy
 import json
 import os
 import platform
@@ -62,7 +63,8 @@ class Press:
             self._mask(masked)
             ids = torch.tensor([prompt], device=self.model.device)
             with torch.no_grad():
-                texts.append(self.pipeline.generate_answer(ids, cache, length, max_new_tokens))
+                # a copy: the answer is added to the cache, and masked keys are overwritten
+                texts.append(self.pipeline.generate_answer(ids, copy.deepcopy(cache), length, max_new_tokens))
         return {"texts": texts}
 
     def _compress(self, before: list[int], document: list[int], k: int) -> float:
@@ -125,13 +127,31 @@ class Lingua:
         from llmlingua import PromptCompressor
 
         self.compressor = PromptCompressor(model_name=base, device_map=device, model_config={"trust_remote_code": False})
+        self.compressor.model = _with_tuples(self.compressor.model)
 
     def read(self, *, documents: list[str], states: list[int]) -> dict[str, Any]:
         """Shorten documents to about so many tokens."""
         return {"texts": [self._shorten(text, k) for text, k in zip(documents, states, strict=True)]}
 
     def _shorten(self, text: str, k: int) -> str:
-        return str(self.compressor.compress_prompt([text], target_token=k)["compressed_prompt"])
+        tokens = len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        size = min(200, tokens)  # a text shorter than one step (200) would stay whole: microsoft/LLMLingua, issue 196
+        return str(self.compressor.compress_prompt([text], target_token=k, iterative_size=size)["compressed_prompt"])
+
+
+def _with_tuples(model: Any) -> Any:
+    """A model whose caches are lists of keys and values, as LLMLingua cuts them; transformers has other ones by now."""
+    from transformers import DynamicCache
+
+    def forward(input_ids: Any, *, past_key_values: Any = None, **more: Any) -> Any:
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(past_key_values or ()):
+            cache.update(keys, values, layer)
+        response = model(input_ids, past_key_values=cache, **more)
+        response.past_key_values = [(layer.keys, layer.values) for layer in cache.layers]
+        return response
+
+    return forward
 
 
 def start(*, method: str, base: str, device: str, threads: int) -> tuple[Any, dict[str, Any]]:
