@@ -30,7 +30,9 @@ Examples:
     "--out", type=click.Path(dir_okay=False, path_type=Path), default="docs/results.md", show_default=True, help="The page."
 )
 @click.option("--figures/--no-figures", default=True, help="Draw figures beside the page. [default: do]")
-@click.option("--passage", metavar="FILE", help="A text to draw with its nuggets at ratio 10 (Figure 7). [default: the one drawn before]")
+@click.option(
+    "--passage", metavar="FILE", help="A text to draw with its nuggets at r = 10 (Figure 7). [default: as drawn before]"
+)
 @model_options
 @json_option
 def command(

@@ -70,7 +70,7 @@ class Shortened(Whole):
 
 
 class Pressed(Shortened):
-    """A press of kvpress: the base reads the beginning of its chat turn and the document, and drops keys and values of the latter.
+    """A press of kvpress: the base reads the beginning of its chat turn and a document, and drops keys and values of the document.
 
     What stands before the document is kept whole and not counted, as it is not counted for the other methods. Every head may keep
     other tokens; `states` is their number, on average over heads and layers.

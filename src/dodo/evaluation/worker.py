@@ -4,6 +4,7 @@ For what can't be imported here because its requirements clash with ours. The sc
 answers on its standard output; an answer with `error` in it is raised here.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -81,10 +82,8 @@ class Worker:
 
 def _end(process: "subprocess.Popen[str]", errors: IO[bytes]) -> None:
     assert process.stdin is not None and process.stdout is not None
-    try:
+    with contextlib.suppress(BrokenPipeError):  # it is gone already
         process.stdin.close()
-    except BrokenPipeError:
-        pass
     try:
         process.wait(timeout=5)
     except subprocess.TimeoutExpired:  # in the middle of a long computation
