@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from dodo.errors import InputError
 from dodo.evaluation.methods import make_method
-from dodo.evaluation.peers import PEERS, Pressed, Shortened, export_base, find_python, make_peer, states_of
+from dodo.evaluation.peers import PEERS, Peer, Pressed, Shortened, export_base, find_python, make_peer, states_of
+from dodo.evaluation.peers import SCRIPT as SCRIPT_OF_PEERS
+from dodo.evaluation.worker import Worker
 from dodo.model import Dodo
 from dodo.prompts import QUESTION
 from tests.cli.tiny import TEXT, save_model
@@ -29,8 +31,8 @@ def dodo(tmp_path_factory) -> Dodo:
     return dodo
 
 
-def standing_in(kind: type[Shortened], dodo: Dodo, *, ratio: float = 4.0) -> Shortened:
-    return kind(dodo, name="kvpress-knorm", ratio=ratio, python=Path(sys.executable), script=SCRIPT)
+def standing_in(kind: type[Peer], dodo: Dodo) -> Peer:
+    return kind(dodo, name="kvpress-knorm", ratio=4.0, python=Path(sys.executable), script=SCRIPT)
 
 
 def test_states_asked_for_are_dodos_own(dodo):
@@ -104,23 +106,32 @@ def test_a_record_has_the_peers_versions(dodo, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def peers_python() -> Path:
+def one_worker():
+    """For all tests: most of their time is imports."""
     try:
-        return find_python(None)
+        python = find_python(None)
     except InputError as error:
         pytest.skip(f"needs the peers' environment: {error}")
+    worker = Worker("peer", python, SCRIPT_OF_PEERS)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def peers(one_worker, monkeypatch) -> None:
+    monkeypatch.setattr("dodo.evaluation.peers.Worker", lambda name, python, script: one_worker)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PEERS if name != "llmlingua"])
-def test_a_press_holds_what_is_asked_and_at_ratio_one_is_the_base(dodo, peers_python, name):
+def test_a_press_holds_what_is_asked_and_at_ratio_one_is_the_base(dodo, peers, name):
     whole = make_method("full", dodo, 1.0)
     full = whole.reply(whole.read(DOCUMENTS), REQUESTS, max_new_tokens=12)
-    method = make_peer(name, dodo, 1.0, python=peers_python)
+    method = make_peer(name, dodo, 1.0)
     held = method.read(DOCUMENTS)
     assert method.reply(held, REQUESTS, max_new_tokens=12) == full
     assert held.states == [len(method._ids(text, literal=True)) for text in DOCUMENTS]
-    method._wanted = 4.0
+    method = make_peer(name, dodo, 4.0)
     held = method.read(DOCUMENTS)
     assert held.states == pytest.approx([states_of(dodo, text, 4.0) for text in DOCUMENTS], abs=0.1)
     made = method.reply(held, REQUESTS, max_new_tokens=12)
@@ -133,10 +144,10 @@ def test_a_press_holds_what_is_asked_and_at_ratio_one_is_the_base(dodo, peers_py
 
 
 @pytest.mark.slow
-def test_llmlingua_leaves_about_as_many_tokens_and_only_the_documents_own(dodo, peers_python):
+def test_llmlingua_leaves_about_as_many_tokens_and_only_the_documents_own(dodo, peers):
     half = DOCUMENTS[1]
     documents = [half, 4 * half]  # one shorter than a step of 200 tokens, one longer
-    method = make_peer("llmlingua", dodo, 3.0, python=peers_python)
+    method = make_peer("llmlingua", dodo, 3.0)
     held = method.read(documents)
     for text, shorter, states in zip(documents, held.what, held.states, strict=True):
         assert states == pytest.approx(states_of(dodo, text, 3.0), rel=0.2)

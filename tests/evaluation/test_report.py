@@ -80,7 +80,9 @@ def test_a_peers_row_names_no_adapters(tmp_path: Path) -> None:
     put(tmp_path, "peer", "squad", "kvpress-knorm", 5.0, {"all": values}, **{"versions of the peer": {"kvpress": "0.5.5"}})
     write_report(read_results(tmp_path), tmp_path / "page.md")
     row = "| kvpress-knorm | 5 | texts.jsonl | all | 8 | 10.0 | 0.500 ± 0.062 | tiny |  | abcdef0 |"
-    assert row in (tmp_path / "page.md").read_text()
+    text = (tmp_path / "page.md").read_text()
+    assert row in text
+    assert "kvpress and LLMLingua drop states" in text
 
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:

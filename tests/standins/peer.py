@@ -24,10 +24,11 @@ def answer(do: str, what: dict) -> dict:
     return {"texts": [f"{what['held']}: {len(prompt)}" for prompt in what["prompts"]]}
 
 
-for line in sys.stdin:
-    request = json.loads(line)
-    try:
-        made = answer(request.pop("do"), request)
-    except Exception as error:
-        made = {"error": f"{type(error).__name__}: {str(error).splitlines()[-1]}"}
-    print(json.dumps(made), flush=True)
+if __name__ == "__main__":
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            made = answer(request.pop("do"), request)
+        except Exception as error:
+            made = {"error": f"{type(error).__name__}: {str(error).splitlines()[-1]}"}
+        print(json.dumps(made), flush=True)

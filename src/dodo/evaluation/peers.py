@@ -20,7 +20,7 @@ from dodo.model import Dodo
 from dodo.prompts import chat_turn
 from dodo.selection import count_nuggets
 
-__all__ = ["PEERS", "Pressed", "Shortened", "around_document", "export_base", "find_python", "make_peer", "states_of"]
+__all__ = ["PEERS", "Peer", "Pressed", "Shortened", "around_document", "export_base", "find_python", "make_peer", "states_of"]
 
 PEERS = (
     "kvpress-expected-attention",
@@ -38,8 +38,8 @@ _MARK = "\ue000"
 """Stands for the document where a chat template is asked what it puts around one."""
 
 
-class Shortened(Whole):
-    """LLMLingua: the base's perplexity says which tokens to drop, and the base reads the shorter text in the document's place.
+class Peer(Whole):
+    """What has a worker of the peers' environment, that has loaded the same base.
 
     Args:
         dodo: its base, exported, is what the peer loads; its adapters play no part.
@@ -53,7 +53,7 @@ class Shortened(Whole):
     """
 
     def __init__(self, dodo: Dodo, *, name: str, ratio: float, python: Path | None = None, script: Path | None = None) -> None:
-        super().__init__(dodo, name=name, ratio=ratio)
+        super().__init__(dodo, name=name)
         self._wanted = ratio
         self._worker = Worker(name, find_python(python), script or SCRIPT)
         folder = tempfile.TemporaryDirectory(prefix="dodo-base-")
@@ -62,6 +62,10 @@ class Shortened(Whole):
         where = {"base": folder.name, "device": str(dodo.device), "threads": torch.get_num_threads()}
         self.versions: dict[str, str] = self._worker.ask("start", method=name, **where)["versions"]
 
+
+class Shortened(Peer):
+    """LLMLingua: the base's perplexity says which tokens to drop, and the base reads the shorter text in the document's place."""
+
     def read(self, documents: Sequence[str]) -> Held:
         states = [states_of(self.dodo, text, self._wanted) for text in documents]
         texts = self._worker.ask("read", documents=list(documents), states=states)["texts"]
@@ -69,8 +73,8 @@ class Shortened(Whole):
         return Held(held, [len(self.dodo.document_ids(text)) for text in documents], texts)
 
 
-class Pressed(Shortened):
-    """A press of kvpress: the base reads the beginning of its chat turn and a document, and drops keys and values of the document.
+class Pressed(Peer):
+    """A press of kvpress: the base reads the beginning of its chat turn and a document, and drops states of the document.
 
     What stands before the document is kept whole and not counted, as it is not counted for the other methods. Every head may keep
     other tokens; `states` is their number, on average over heads and layers.
@@ -102,13 +106,13 @@ class Pressed(Shortened):
         return ids
 
 
-def make_peer(name: str, dodo: Dodo, ratio: float, *, python: Path | None = None) -> Shortened:
+def make_peer(name: str, dodo: Dodo, ratio: float, *, python: Path | None = None) -> Peer:
     """A peer by its name, one of `PEERS`.
 
     Raises:
         InputError: its environment is missing, or it can't work with this base.
     """
-    kind = Shortened if name == "llmlingua" else Pressed
+    kind: type[Peer] = Shortened if name == "llmlingua" else Pressed
     return kind(dodo, name=name, ratio=ratio, python=python)
 
 

@@ -22,6 +22,8 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
+__all__ = ["PRESSES", "Lingua", "Press", "main", "start"]
+
 PRESSES = ("expected-attention", "knorm", "kvzip", "snapkv", "streaming-llm", "tova")
 
 

@@ -45,6 +45,11 @@ _SMALL = (
     "trained."
 )
 
+_PEERS = (
+    "kvpress and LLMLingua drop states or words of the base itself, which was never trained to do without; their states are "
+    "means over heads and layers."
+)
+
 SECTIONS: dict[str, Section] = {
     "autoencoding": Section(
         "Rebuilding texts (Figure 4)",
@@ -188,6 +193,7 @@ def write_report(results: dict[str, list[Record]], page: Path, figures: Sequence
         if section.paper:
             lines += ["In the paper:", "", *_rows(section.head, section.paper), ""]
         lines += [section.apart, ""] if section.apart else []
+        lines += [_PEERS, ""] if any("versions of the peer" in record for record in records) else []
     for passage in (figure for figure in figures if figure.name == PASSAGE):
         lines += ["## A passage and its nuggets (Figure 7)", ""]
         lines += [f"![A passage and its nuggets]({passage.relative_to(page.parent).as_posix()})", ""]

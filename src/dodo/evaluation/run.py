@@ -44,7 +44,8 @@ def evaluate(
     Args:
         dodo: base and adapters.
         task: autoencoding, multilingual, delimiters, optimal-selection, efficiency, squad, summarization, perplexity or endless.
-        method: see `methods.METHODS`, `peers.PEERS`, for perplexity `language_models.LANGUAGE_MODELS`, for endless `endless.READERS`.
+        method: see `methods.METHODS` and `peers.PEERS`; for perplexity `language_models.LANGUAGE_MODELS`, for endless
+            `endless.READERS`.
         ratio: tokens per nugget; None: the configured one, for perplexity and endless the paper's 10.
         sources: files, patterns or `hf:` ids.
         lengths: of the texts of autoencoding, delimiters and efficiency, in tokens; none: the task's own.
