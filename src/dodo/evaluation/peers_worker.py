@@ -16,6 +16,7 @@ What goes wrong is answered with {"error": a line}.
 
 import copy
 import json
+import math
 import os
 import platform
 import sys
@@ -56,18 +57,30 @@ class Press:
 
     def reply(self, *, held: int, prompts: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
         """Go on after each document, greedily."""
-        import torch
-
         if held != self.number:
             raise ValueError("other documents have been read since; a worker holds those that it read last")
         texts = []
         for (cache, masked, length), prompt in zip(self.caches, prompts, strict=True):
             self._mask(masked)
-            ids = torch.tensor([prompt], device=self.model.device)
-            with torch.no_grad():
-                # a copy: the answer is added to the cache, and masked keys are overwritten
-                texts.append(self.pipeline.generate_answer(ids, copy.deepcopy(cache), length, max_new_tokens))
+            # a copy: the answer is added to the cache, and masked keys are overwritten
+            texts.append(self._answer(copy.deepcopy(cache), length, prompt, max_new_tokens))
         return {"texts": texts}
+
+    def _answer(self, cache: Any, length: int, prompt: list[int], max_new_tokens: int) -> str:
+        import torch
+
+        with torch.no_grad():
+            if (
+                self.method == "kvzip"
+            ):  # it masks by a key that no query matches, which can't be found for a prompt's many queries
+                for token in prompt[:-1]:
+                    place = torch.tensor([[length]], device=self.model.device)
+                    ids = torch.tensor([[token]], device=self.model.device)
+                    self.model(input_ids=ids, past_key_values=cache, position_ids=place, logits_to_keep=1)
+                    length += 1
+                prompt = prompt[-1:]
+            ids = torch.tensor([prompt], device=self.model.device)
+            return str(self.pipeline.generate_answer(ids, cache, length, max_new_tokens))
 
     def _compress(self, before: list[int], document: list[int], k: int) -> float:
         import torch
@@ -137,7 +150,8 @@ class Lingua:
 
     def _shorten(self, text: str, k: int) -> str:
         tokens = len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        size = min(200, tokens)  # a text shorter than one step (200) would stay whole: microsoft/LLMLingua, issue 196
+        # whole steps of at most 200: what is left over for a shorter one would stay as it is (microsoft/LLMLingua, issue 196)
+        size = tokens // math.ceil(tokens / 200)
         return str(self.compressor.compress_prompt([text], target_token=k, iterative_size=size)["compressed_prompt"])
 
 
