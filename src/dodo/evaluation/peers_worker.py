@@ -70,9 +70,7 @@ class Press:
         import torch
 
         with torch.no_grad():
-            if (
-                self.method == "kvzip"
-            ):  # it masks by a key that no query matches, which can't be found for a prompt's many queries
+            if self.method == "kvzip":  # it masks by a key that no query matches, and many queries leave none
                 for token in prompt[:-1]:
                     place = torch.tensor([[length]], device=self.model.device)
                     ids = torch.tensor([[token]], device=self.model.device)
