@@ -8,6 +8,7 @@ positions when they are decoded.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -31,10 +32,10 @@ Choice = Literal["scorer", "stride", "random"]
 class Held:
     """Documents as a method holds them.
 
-    states: of each document. tokens: of each document. what: the method's own.
+    states: of each document; not whole where heads hold different numbers. tokens: of each document. what: the method's own.
     """
 
-    states: list[int]
+    states: Sequence[float]
     tokens: list[int]
     what: Any
 
@@ -269,12 +270,22 @@ METHODS: dict[str, Callable[[Dodo, float], Method]] = {
 """By name: from a model and a ratio."""
 
 
-def make_method(name: str, dodo: Dodo, ratio: float) -> Method:
+def make_method(name: str, dodo: Dodo, ratio: float, *, peers_python: Path | None = None) -> Method:
     """A method by its name.
 
+    Args:
+        name: of `METHODS`, or of `peers.PEERS`.
+        dodo: base and adapters.
+        ratio: tokens per state.
+        peers_python: see `peers.find_python`.
+
     Raises:
-        InputError: there is none of that name.
+        InputError: there is none of that name, or a peer does not start.
     """
+    from dodo.evaluation.peers import PEERS, make_peer  # they build on this module
+
+    if name in PEERS:
+        return make_peer(name, dodo, ratio, python=peers_python)
     if name not in METHODS:
-        raise InputError(f"there is no method {name!r}; methods are {', '.join(METHODS)}")
+        raise InputError(f"there is no method {name!r}; methods are {', '.join((*METHODS, *PEERS))}")
     return METHODS[name](dodo, ratio)
