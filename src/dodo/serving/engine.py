@@ -110,6 +110,8 @@ class Engine:
     def run(self, function: Callable[..., Any], *args: Any) -> "Future[Any]":
         """Call a function that uses the model, on the model's thread, between tokens; answers wait meanwhile.
 
+        The function must not wait for answers, nor for another call.
+
         Returns:
             Its result to come. Cancelling it works until it is called.
 
@@ -194,7 +196,7 @@ class Engine:
             return
         try:
             future.set_result(function(*args))
-        except Exception as error:  # handed to who waits for it
+        except BaseException as error:  # handed to who waits for it
             future.set_exception(error)
 
     def _read_prompts(self) -> None:

@@ -88,6 +88,7 @@ class Ticket:
     """The pieces of one answer as they come, for one reader: iterate over it, plainly or with `async for` in any event loop.
 
     Iteration ends behind the piece with a `finish`, or when the ticket is cancelled; it raises what went wrong.
+    Who does not want the rest must cancel: an answer is made to its end whether it is read or not.
     The model's thread calls `put` and `end`.
     """
 
