@@ -133,9 +133,9 @@ def test_greedy_answers_in_company_equal_those_alone_and_the_librarys(family: st
     engine = start(dodo)
     assert [ids(list(engine.submit(request))) for request in asked] == expected
     made: list[list[Piece]] = [[] for _ in asked]
-    readers: list[Iterator[Piece]] = []
+    readers: list[Ticket] = []
     for request in asked:  # each joins when those before it are some tokens on
-        readers.append(iter(engine.submit(request)))
+        readers.append(engine.submit(request))
         for i, reader in enumerate(readers):
             made[i].append(next(reader))
     for i, reader in enumerate(readers):
@@ -240,13 +240,12 @@ def test_a_cancelled_request_leaves_and_the_others_go_on(dodo: Dodo, start: Call
     engine = start(dodo)
     endless = engine.submit(dataclasses.replace(asked[0], max_new_tokens=150))
     unread = engine.submit(dataclasses.replace(asked[1], max_new_tokens=150))
-    reader = iter(endless)
-    next(reader)
+    next(endless)
     tickets = [engine.submit(request) for request in asked[1:]]
     endless.cancel()
     unread.cancel()
     assert [ids(list(ticket)) for ticket in tickets] == expected[1:]
-    assert len(list(reader)) < 149
+    assert len(list(endless)) < 149
     assert eventually(lambda: (engine.stats().running, engine.stats().states) == (0, 0))
 
 
@@ -304,7 +303,7 @@ def test_closing_ends_what_is_unanswered_with_an_error(dodo: Dodo, start: Callab
     engine = start(dodo, max_batch=1)
     first, second = requests(dodo, 2, max_new_tokens=150)
     running, waiting = engine.submit(first), engine.submit(second)
-    next(iter(running))
+    next(running)
     with held_up(engine):
         job = engine.run(len, "abc")
         closing = threading.Thread(target=engine.close)
@@ -392,7 +391,7 @@ def test_other_work_runs_on_the_models_thread_between_tokens(dodo: Dodo, start: 
     engine = start(dodo)
     request = dataclasses.replace(requests(dodo, 1)[0], max_new_tokens=100)
     ticket = engine.submit(request)
-    first = next(iter(ticket))
+    first = next(ticket)
     made = engine.run(context, dodo, 3).result(60)
     assert engine.run(lambda: threading.current_thread().name).result(60) == "dodo-engine"
     assert engine.stats().running == 1

@@ -117,10 +117,14 @@ class Ticket:
             self._coming[-1].set_exception(error)
 
     def __iter__(self) -> Iterator[Piece]:
-        while not self._over:
+        return self
+
+    def __next__(self) -> Piece:
+        if not self._over:
             self._coming[0].exception()  # waits
             if (piece := self._next()) is not None:
-                yield piece
+                return piece
+        raise StopIteration
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self
