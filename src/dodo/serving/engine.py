@@ -229,8 +229,9 @@ class Engine:
             request = self._waiting[0].request
             if (len(rows) + 1) * max([request.states, *(row.states for row in rows)]) > self._max_states:
                 return None
-            ticket = self._waiting.popleft()
-        return Row(ticket, Answer(request, self._dodo.tokenizer, self._ends), states=request.states)
+            row = Row(self._waiting[0], Answer(request, self._dodo.tokenizer, self._ends), states=request.states)
+            self._waiting.popleft()
+        return row
 
     def _decode(self, batch: Batch) -> None:
         for i in reversed(range(len(batch.rows))):
