@@ -55,6 +55,7 @@ bench: $(READY)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python benchmarks/compressor.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/autoregressive.py
+	$(BIN)/python benchmarks/serving.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -7,9 +7,11 @@ __all__ = [
     "DodoError",
     "DodoWarning",
     "DownloadError",
+    "EngineClosed",
     "FingerprintMismatch",
     "InputError",
     "NuggetsFileError",
+    "QueueFull",
     "UnsupportedModelError",
     "WindowError",
 ]
@@ -41,6 +43,18 @@ class NuggetsFileError(DodoError):
 
 class DownloadError(DodoError):
     """A base model could not be fetched, or what came is not what was expected."""
+
+
+class QueueFull(DodoError):
+    """More requests wait than the engine takes. retry_after: seconds until there may be room."""
+
+    def __init__(self, waiting: int, *, retry_after: float) -> None:
+        super().__init__(f"{waiting} requests are waiting already; try again in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+class EngineClosed(DodoError):
+    """The engine is shutting down, or has been shut down: nothing more is answered."""
 
 
 class DodoWarning(UserWarning):

@@ -124,7 +124,7 @@ def test_lengths_beyond_the_window_are_refused_before_the_first_step(recipe_file
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("setting", ["running.accelerator=gpu", "running.strategy=nonsense"])
+@pytest.mark.parametrize("setting", ["running.accelerator=gpu", "running.strategy=deepspeed_stage_2"])
 def test_what_the_machine_can_not_run_is_named(recipe_file: Path, tmp_path: Path, setting: str) -> None:
     with pytest.raises(InputError, match="this machine can't run"):
         train(load_recipe(recipe_file, [setting]), tmp_path / "run", progress=False)

@@ -28,7 +28,7 @@ from dodo.training.callbacks import Checkpoints, Progress, TrainingLog, Validati
 from dodo.training.fused import fused_lora
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import TrainingModule
-from dodo.training.recipe import Recipe, load_recipe
+from dodo.training.recipe import Recipe, Running, load_recipe
 from dodo.training.surprisal import learn_surprisal
 from dodo.training.validation import fixed_batches, question_batches
 
@@ -122,14 +122,18 @@ def train(
                 limit_val_batches=0,
             )
         except (MisconfigurationException, RuntimeError, ImportError, ValueError) as error:
-            wanted = f"accelerator={running.accelerator}, devices={running.devices}, strategy={running.strategy}"
-            raise InputError(f"this machine can't run {wanted}: {str(error).strip().splitlines()[0]}") from None
+            raise _cannot(running, error) from None
         maker = BatchMaker(recipe, text, questions)
         if checkpoint is None and recipe.selection.warm_start and trainer.is_global_zero:  # the others get its weights
             learn_surprisal(dodo.compressor, _texts_alone(recipe, text))
         loader = DataLoader(_Endless(maker, trainer, running.batches_per_step), batch_size=None)
         with fused_lora(dodo.compressor.base) if running.fused else nullcontext():
-            trainer.fit(module, loader, ckpt_path=None if checkpoint is None else str(checkpoint), weights_only=True)
+            try:
+                trainer.fit(module, loader, ckpt_path=None if checkpoint is None else str(checkpoint), weights_only=True)
+            except RuntimeError as error:
+                if "only supported on CUDA" in str(error):  # some strategies look at the device here only
+                    raise _cannot(running, error) from None
+                raise
     return Result(
         folder=str(folder),
         steps=trainer.global_step,
@@ -211,6 +215,11 @@ def _texts_alone(recipe: Recipe, text: TextSource | None) -> list[Batch]:
     rows = max(1, 4 * recipe.running.tokens // length)
     seed = recipe.running.seed
     return [text.autoencoding(rows, length, 1.0, np.random.default_rng((seed, i, 2))) for i in range(recipe.selection.warm_start)]
+
+
+def _cannot(running: Running, error: Exception) -> InputError:
+    wanted = f"accelerator={running.accelerator}, devices={running.devices}, strategy={running.strategy}"
+    return InputError(f"this machine can't run {wanted}: {str(error).strip().splitlines()[0]}")
 
 
 def _strategy(name: str) -> Any:

@@ -1,0 +1,1 @@
+"""Serving: many questions over stored contexts at once."""

@@ -1,0 +1,132 @@
+"""One answer in the making: from the next token's logits to a piece of text.
+
+Sampling is transformers' own, with a generator for each request. Text comes in complete characters; stop texts never show.
+
+Shapes: V vocabulary.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
+
+from dodo.serving.request import Piece, Request
+
+__all__ = ["Answer", "IncrementalText", "StopTexts"]
+
+
+class Answer:
+    """What a request has brought so far.
+
+    Args:
+        request: what was asked.
+        tokenizer: the base's.
+        ends: end tokens.
+    """
+
+    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> None:
+        self._request, self._ends, self._tokens = request, ends, 0
+        self._text, self._stops = IncrementalText(tokenizer), StopTexts(request.stop)
+        self._warpers: list[Any] = []
+        if request.temperature not in (0, 1):
+            self._warpers.append(TemperatureLogitsWarper(float(request.temperature)))
+        if request.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(float(request.top_p)))
+        self._generator = torch.Generator()  # on the CPU wherever the model is, so that a seed means the same everywhere
+        if request.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(request.seed)
+
+    def take(self, logits: Tensor) -> tuple[int, Piece]:
+        """Choose the next token.
+
+        Args:
+            logits: fp32 [V].
+
+        Returns:
+            The token, and what it brings.
+        """
+        token = self._choose(logits)
+        if token in self._ends:
+            return token, Piece(None, self._stops.rest(), finish="stop")
+        self._tokens += 1
+        text, stopped = self._stops.push(self._text.push(token))
+        finish: Literal["stop", "length"] | None = "stop" if stopped else None
+        if finish is None and self._tokens == self._request.max_new_tokens:
+            text, finish = text + self._stops.rest(), "length"
+        if self._request.top_logprobs is None:
+            return token, Piece(token, text, finish=finish)
+        logprobs = logits.log_softmax(-1)
+        values, ids = logprobs.topk(min(self._request.top_logprobs, len(logits)))
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        return token, Piece(token, text, float(logprobs[token]), top, finish)
+
+    def _choose(self, logits: Tensor) -> int:
+        if self._request.temperature == 0:
+            return int(logits.argmax())
+        scores = logits[None].cpu()
+        for warper in self._warpers:
+            scores = warper(None, scores)
+        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+
+
+class IncrementalText:
+    """The text of a growing list of tokens, in complete characters.
+
+    Joined, the pieces are the tokens' text, special tokens left out, but for an incomplete character at its end.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = self._read = 0  # decoded are the tokens from `_start`; those up to `_read` are context, and known
+        self._known = 0  # characters of that which have been given
+
+    def push(self, token: int) -> str:
+        """What is certain with one token more, and was not before."""
+        self._ids.append(token)
+        whole = self._decode(self._start)
+        certain = whole.rstrip("\ufffd")  # the beginning of a character shows as this mark
+        new = certain[self._known :]
+        self._known = max(self._known, len(certain))
+        if new and certain == whole:
+            self._start, self._read = self._read, len(self._ids)
+            self._known = len(self._decode(self._start))
+        return new
+
+    def _decode(self, start: int) -> str:
+        ids = self._ids[start:]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class StopTexts:
+    """Holds back what may turn out to begin a stop text.
+
+    >>> stops = StopTexts(["END"])
+    >>> stops.push("the E"), stops.push("N"), stops.push("D of it")
+    (('the ', False), ('', False), ('', True))
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """What can be given with this much more text, and whether a stop text ended it."""
+        text, self._held = self._held + text, ""
+        if found := [at for stop in self._stops if (at := text.find(stop)) >= 0]:
+            return text[: min(found)], True
+        lengths = range(min(len(text), self._longest), 0, -1)
+        if n := next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stops)), 0):
+            text, self._held = text[:-n], text[-n:]
+        return text, False
+
+    def rest(self) -> str:
+        """What was held back, when the answer ends without a stop text."""
+        held, self._held = self._held, ""
+        return held
