@@ -17,7 +17,7 @@ __all__ = ["Answers", "HungUp", "Streamed", "unless_hung_up"]
 T = TypeVar("T")
 
 
-class HungUp(Exception):  # noqa: N818 - it says what happened
+class HungUp(Exception):
     """The client has closed the connection; nobody reads what would be answered."""
 
 

@@ -70,7 +70,10 @@ def make_app(settings: Settings, dodo: Dodo | None = None) -> FastAPI:
     app.add_middleware(RequestBodyLimitMiddleware, max_body_size=settings.max_body)
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
         )
     app.add_middleware(Browsers, origins=settings.cors_origins, any_host=bool(settings.keys))
     app.add_middleware(Observed, metrics=metrics)

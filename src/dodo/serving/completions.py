@@ -117,7 +117,9 @@ async def _respond(
             prepared: _Prepared = await prepare()
         nuggets, rows, copies = prepared.nuggets, prepared.prompts, asked.n or 1
         if len(rows) * copies > settings.max_choices:
-            raise ApiError(400, f"there are {settings.max_choices} answers to a request at most here", code="bad_input", param="n")
+            raise ApiError(
+                400, f"there are {settings.max_choices} answers to a request at most here", code="bad_input", param="n"
+            )
         window, longest = service.dodo.compressor.window, max(len(row) for row in rows)
         if nuggets is not None and int(nuggets.next_positions) + longest + (wanted or default) > window:
             nuggets = nuggets.compact()

@@ -40,9 +40,17 @@ class Usage:
 class Format(Protocol):
     """How one kind of completion is written."""
 
-    id: str
-    whole: str
-    chunk: str
+    @property
+    def id(self) -> str:
+        """Of the completion."""
+
+    @property
+    def whole(self) -> str:
+        """What a whole one is called."""
+
+    @property
+    def chunk(self) -> str:
+        """What a chunk is called."""
 
     def begun(self, index: int) -> dict[str, Any] | None:
         """A chunk's choice before any piece, or None."""

@@ -164,8 +164,12 @@ def _is_sound(nuggets: Nuggets, *, window: int, vocabulary: int) -> bool:
     if nuggets.keys.shape != nuggets.values.shape or nuggets.keys.shape[3] != states or not bool(nuggets.mask.all()):
         return False
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in (nuggets.keys, nuggets.values, nuggets.scores))
-    ascending = bool((nuggets.positions.diff() > 0).all()) and bool((nuggets.indices.diff() > 0).all())
-    places = 0 <= int(nuggets.positions[0, 0]) and int(nuggets.positions[0, -1]) < int(nuggets.next_positions) <= window
-    within = 0 <= int(nuggets.indices[0, 0]) and int(nuggets.indices[0, -1]) < int(nuggets.lengths + nuggets.sinks)
+    places = _within(nuggets.positions[0], int(nuggets.next_positions)) and int(nuggets.next_positions) <= window
+    within = _within(nuggets.indices[0], int(nuggets.lengths + nuggets.sinks))
     known = bool(((nuggets.token_ids >= 0) & (nuggets.token_ids < vocabulary)).all())
-    return finite and ascending and places and within and known and 0 <= int(nuggets.sinks) <= states
+    return finite and places and within and known and 0 <= int(nuggets.sinks) <= states
+
+
+def _within(places: torch.Tensor, end: int) -> bool:
+    """Whether places ascend, from 0 to below an end."""
+    return bool((places.diff() > 0).all()) and int(places[0]) >= 0 and int(places[-1]) < end

@@ -44,7 +44,9 @@ class Prompting:
     def continuation(self, text: str) -> list[int]:
         """Token ids of a prompt behind contexts; names of special tokens in it are text."""
         with self._guard:
-            return list(self._dodo.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"])
+            return list(
+                self._dodo.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+            )
 
     def conversation(self, turns: Sequence[Turn], *, over_contexts: bool) -> list[int]:
         """Token ids of a conversation, up to where the reply begins.
