@@ -1,8 +1,10 @@
 """Laws of the API: what it keeps, what it answers, and what it says when it can't."""
 
+import dataclasses
 import io
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -139,14 +141,11 @@ def test_a_question_over_a_context_is_answered_as_by_the_library(client, served)
     answer = asked.post(CHATS, json={**CHAT, "context_ids": [kept(asked)["id"]]}).json()
     assert whole(answer["choices"][0]["message"]["content"]) == whole(expected)
     assert answer["choices"][0]["finish_reason"] == "length"
-    prompt = len(QUESTION.format(question=ASKED)) + 2 - QUESTION.count("th")
-    states = int(nuggets.states)
-    assert answer["usage"]["completion_tokens"] == NEW
-    assert answer["usage"]["prompt_tokens_details"] == {
-        "original_tokens": len(served.document_ids(TEXT)),
-        "compressed_tokens": states,
-    }
-    assert answer["usage"]["prompt_tokens"] <= prompt + states
+    usage, prompt = answer["usage"], f"\n{QUESTION.format(question=ASKED)}\n"
+    details = {"original_tokens": len(served.document_ids(TEXT)), "compressed_tokens": int(nuggets.states)}
+    assert usage["prompt_tokens_details"] == details
+    assert usage["prompt_tokens"] == details["compressed_tokens"] + len(served.tokenizer(prompt)["input_ids"])
+    assert (usage["completion_tokens"], usage["total_tokens"]) == (NEW, usage["prompt_tokens"] + NEW)
 
 
 def test_several_contexts_are_read_as_one_in_their_order(client, served):
@@ -207,7 +206,7 @@ def test_several_prompts_are_answered_as_each_alone(client):
 def test_a_stop_text_ends_an_answer_and_is_not_in_it(client):
     asked = client()
     text = asked.post(TEXTS, json=COMPLETION).json()["choices"][0]["text"]
-    stop = text[3:5]
+    stop = text[1]
     choice = asked.post(TEXTS, json={**COMPLETION, "stop": stop}).json()["choices"][0]
     assert choice == {"index": 0, "text": text[: text.index(stop)], "logprobs": None, "finish_reason": "stop"}
 
@@ -350,7 +349,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(client):
         with busy(asked):
             first = pool.submit(asked.post, CHATS, json=CHAT)
             while not asked.app.state.service.engine.stats().queued:
-                pass
+                time.sleep(0.01)
             second = asked.post(CHATS, json=CHAT)
             several = asked.post(CHATS, json={**CHAT, "stream": True})
         assert first.result().status_code == 200
@@ -444,8 +443,6 @@ def test_models_health_figures_and_documentation(client):
 
 
 def test_a_forged_nuggets_file_is_refused_before_it_meets_the_model(client, served, tmp_path):
-    import dataclasses
-
     nuggets = served.compress(TEXT)
     forged = {
         "far": {"next_positions": nuggets.next_positions + 10**6},
