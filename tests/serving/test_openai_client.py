@@ -105,8 +105,9 @@ def test_errors_are_those_that_the_client_knows(server, client, tmp_path):
     with pytest.raises(openai.BadRequestError):
         chat(model=MODEL, messages=MESSAGES, max_tokens=2047)
     tiny_dodo(seed=1).compress(TEXT).save(tmp_path / "other.nuggets")
+    file, form = (tmp_path / "other.nuggets").read_bytes(), {"headers": {"Content-Type": "multipart/form-data"}}
     with pytest.raises(openai.ConflictError):
-        client.post("/contexts", files={"file": (tmp_path / "other.nuggets").open("rb")}, cast_to=object)
+        client.post("/contexts", files={"file": ("other.nuggets", file)}, options=form, cast_to=object)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -110,7 +110,7 @@ def install(app: FastAPI) -> None:
         status, body, headers = failure(error)
         return JSONResponse(body, status, headers)
 
-    for kind in (ApiError, RequestValidationError, HTTPException, Exception, *(kind for kind, _, _ in _KINDS)):
+    for kind in (ApiError, RequestValidationError, ValidationError, HTTPException, Exception, *(kind for kind, _, _ in _KINDS)):
         app.add_exception_handler(kind, answer)
 
 

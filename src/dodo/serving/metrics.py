@@ -77,6 +77,9 @@ class Observed:
 
         try:
             await self._app(scope, receive, noting)
+        except Exception:
+            status = 500
+            raise
         finally:
             route = getattr(scope.get("route"), "path", "other")
             known = scope["method"] in ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
