@@ -388,17 +388,18 @@ def test_a_reader_that_gives_up_waiting_can_go_on_later(dodo: Dodo, start: Calla
 
 
 def test_other_work_runs_on_the_models_thread_between_tokens(dodo: Dodo, start: Callable[..., Engine]) -> None:
-    engine = start(dodo)
     request = dataclasses.replace(requests(dodo, 1)[0], max_new_tokens=100)
+    expected, answer = context(dodo, 3), reference(dodo, request)
+    engine = start(dodo)
     ticket = engine.submit(request)
     first = next(ticket)
     made = engine.run(context, dodo, 3).result(60)
     assert engine.run(lambda: threading.current_thread().name).result(60) == "dodo-engine"
     assert engine.stats().running == 1
-    torch.testing.assert_close(made.keys, context(dodo, 3).keys)
+    torch.testing.assert_close(made.keys, expected.keys)
     with pytest.raises(ZeroDivisionError):
         engine.run(divmod, 1, 0).result(60)
-    assert ids([first, *ticket]) == reference(dodo, request)
+    assert ids([first, *ticket]) == answer
 
 
 # -- refusals

@@ -57,7 +57,8 @@ class BatchCache(Cache):
         """Copy a single text's cache into a new last row."""
         length, place = row.get_seq_length(), len(self.lengths)
         self._fit(place + 1, max([length, *self.lengths]), like=row)
-        for own, theirs in zip(self._rows, row.layers, strict=True):
+        given: list[Any] = row.layers
+        for own, theirs in zip(self._rows, given, strict=True):
             own.write((place, slice(None), slice(length)), theirs.keys[0], theirs.values[0])
         self._positions[place, :length] = row.key_positions[0]
         self.lengths.append(length)

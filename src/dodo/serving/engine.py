@@ -66,8 +66,9 @@ class Engine:
                 raise InputError(f"{name} must be at least {least}, not {value}")
         self._dodo = dodo
         self._max_batch, self._max_queue, self._max_states = max_batch, max_queue, max_states
-        self._vocabulary = int(dodo.compressor.base.get_input_embeddings().weight.shape[0])
-        ends: int | list[int] | None = dodo.compressor.base.generation_config.eos_token_id
+        base: Any = dodo.compressor.base
+        self._vocabulary = int(base.get_input_embeddings().weight.shape[0])
+        ends: int | list[int] | None = base.generation_config.eos_token_id
         self._ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
         self._changed = threading.Condition()  # guards the next three
@@ -228,8 +229,9 @@ class Engine:
             request = self._waiting[0].request
             if (len(rows) + 1) * max([request.states, *(row.states for row in rows)]) > self._max_states:
                 return None
-            ticket = self._waiting.popleft()
-        return Row(ticket, Answer(request, self._dodo.tokenizer, self._ends), states=request.states)
+            row = Row(self._waiting[0], Answer(request, self._dodo.tokenizer, self._ends), states=request.states)
+            self._waiting.popleft()
+        return row
 
     def _decode(self, batch: Batch) -> None:
         for i in reversed(range(len(batch.rows))):
