@@ -30,11 +30,6 @@ def kept(client: Any, text: str = TEXT, **more: Any) -> dict[str, Any]:
     return response.json()
 
 
-def whole(text: str) -> str:
-    """A text without a character at its end that is not complete."""
-    return text.rstrip("\ufffd")
-
-
 def events(response: Any) -> list[Any]:
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
@@ -137,9 +132,10 @@ def test_contexts_outlive_the_server_and_answer_as_before(client):
 def test_a_question_over_a_context_is_answered_as_by_the_library(client, served):
     nuggets = served.compress(TEXT)
     expected = served.answer(nuggets, ASKED, max_new_tokens=NEW)
+    assert len(expected) >= NEW
     asked = client()
     answer = asked.post(CHATS, json={**CHAT, "context_ids": [kept(asked)["id"]]}).json()
-    assert whole(answer["choices"][0]["message"]["content"]) == whole(expected)
+    assert answer["choices"][0]["message"]["content"] == expected
     assert answer["choices"][0]["finish_reason"] == "length"
     usage, prompt = answer["usage"], f"\n{QUESTION.format(question=ASKED)}\n"
     details = {"original_tokens": len(served.document_ids(TEXT)), "compressed_tokens": int(nuggets.states)}
@@ -155,7 +151,7 @@ def test_several_contexts_are_read_as_one_in_their_order(client, served):
     asked = client()
     ids = [kept(asked, text)["id"] for text in (other, TEXT)]
     answer = asked.post(TEXTS, json={"model": MODEL, "prompt": "It is", "max_tokens": NEW, "context_ids": ids}).json()
-    assert whole(answer["choices"][0]["text"]) == whole(expected)
+    assert answer["choices"][0]["text"] == expected
 
 
 @pytest.mark.parametrize("path", [CHATS, TEXTS])
@@ -205,10 +201,9 @@ def test_several_prompts_are_answered_as_each_alone(client):
 
 def test_a_stop_text_ends_an_answer_and_is_not_in_it(client):
     asked = client()
-    body = {**COMPLETION, "max_tokens": 64}
-    text = asked.post(TEXTS, json=body).json()["choices"][0]["text"]
-    stop = text[2]
-    choice = asked.post(TEXTS, json={**body, "stop": stop}).json()["choices"][0]
+    text = asked.post(TEXTS, json=COMPLETION).json()["choices"][0]["text"]
+    stop = text[3:5]
+    choice = asked.post(TEXTS, json={**COMPLETION, "stop": stop}).json()["choices"][0]
     assert choice == {"index": 0, "text": text[: text.index(stop)], "logprobs": None, "finish_reason": "stop"}
 
 
@@ -219,7 +214,7 @@ def test_long_messages_are_compressed_and_the_last_paragraph_is_asked(client, se
     assert answer["usage"]["prompt_tokens_details"]["original_tokens"] > 50
     apart = [{"role": "system", "content": TEXT}, {"role": "user", "content": ASKED}]
     again = asked.post(CHATS, json={**CHAT, "messages": apart}).json()
-    assert whole(again["choices"][0]["message"]["content"]) == whole(expected)
+    assert again["choices"][0]["message"]["content"] == expected
     short = asked.post(CHATS, json=CHAT).json()
     assert short["usage"]["prompt_tokens_details"] == {"original_tokens": 0, "compressed_tokens": 0}
     refused = asked.post(CHATS, json={**CHAT, "messages": [{"role": "user", "content": TEXT}]})
