@@ -17,9 +17,9 @@ from tests.standins.models import byte_tokenizer, tiny_llama
 MODEL = "tiny"
 
 
-def tiny_dodo(*, seed: int = 0) -> Dodo:
-    """A token for each byte, a window of 2,048, adapters that do something, answers in letters that do not end by themselves."""
-    model, tokenizer = tiny_llama(max_position_embeddings=2048), byte_tokenizer()
+def tiny_dodo(*, seed: int = 0, window: int = 2048) -> Dodo:
+    """A token for each byte, adapters that do something, answers in letters that do not end by themselves."""
+    model, tokenizer = tiny_llama(max_position_embeddings=window), byte_tokenizer()
     model.generation_config.eos_token_id = None
     with torch.no_grad():
         for token in range(len(tokenizer)):

@@ -229,6 +229,17 @@ def test_contexts_that_do_not_fit_the_window_side_by_side_are_put_closer(client)
     assert answer.json()["usage"]["prompt_tokens_details"]["original_tokens"] > 2048
 
 
+@pytest.mark.filterwarnings("ignore:a text of:dodo.errors.DodoWarning")
+def test_a_text_longer_than_the_window_is_kept_and_read_beside_a_short_one(client, served):
+    long = TEXT * 40
+    both = Nuggets.cat([served.compress(long, ratio=8).compact(), served.compress(TEXT).compact()])
+    expected = served.answer(both, ASKED, max_new_tokens=NEW)
+    asked = client()
+    ids = [kept(asked, long, ratio=8)["id"], kept(asked)["id"]]
+    answer = asked.post(CHATS, json={**CHAT, "context_ids": ids}).json()
+    assert answer["choices"][0]["message"]["content"] == expected
+
+
 # -- what can't be done
 
 

@@ -3,13 +3,9 @@
 from collections import Counter
 
 import hypothesis
-import pytest
+import schemathesis
 
 from tests.serving.conftest import MODEL
-
-pytestmark = pytest.mark.slow
-
-schemathesis = pytest.importorskip("schemathesis")
 
 
 def test_no_request_makes_the_server_fail(listening):
