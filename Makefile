@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,train,evaluate,plot]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,train,evaluate,plot,serve]'
 	touch $(READY)
 
 demo: $(READY)

@@ -12,6 +12,10 @@ __all__ = [
     "InputError",
     "NuggetsFileError",
     "QueueFull",
+    "StoreDamaged",
+    "StoreFull",
+    "UnknownContext",
+    "UnsupportedFileError",
     "UnsupportedModelError",
     "WindowError",
 ]
@@ -55,6 +59,22 @@ class QueueFull(DodoError):
 
 class EngineClosed(DodoError):
     """The engine is shutting down, or has been shut down: nothing more is answered."""
+
+
+class StoreDamaged(DodoError):
+    """The file of a stored context is not what was stored."""
+
+
+class StoreFull(DodoError):
+    """There is no room for one more context: on the disk, or within the limit that was set."""
+
+
+class UnknownContext(DodoError):
+    """No context of that id is stored: it never was, or it has been deleted."""
+
+
+class UnsupportedFileError(InputError):
+    """A file is of a kind that no text can be taken from."""
 
 
 class DodoWarning(UserWarning):

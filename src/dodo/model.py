@@ -338,7 +338,7 @@ class Dodo:
         self, nuggets: Nuggets, prompts: list[list[int]] | None, *, max_new_tokens: int, **generation: Any
     ) -> list[list[int]]:
         """`generate` on token ids: prompts without padding in, new tokens out."""
-        self._check(nuggets)
+        self.check(nuggets)
         return generate_ids(
             self.compressor, nuggets, prompts, max_new_tokens=max_new_tokens, pad_token_id=self._pad_id, **generation
         )
@@ -484,7 +484,8 @@ class Dodo:
         )
         compressor.fingerprint = self.fingerprint
 
-    def _check(self, nuggets: Nuggets) -> None:
+    def check(self, nuggets: Nuggets) -> None:
+        """Raise FingerprintMismatch unless this model made these nuggets."""
         config = self.compressor.base.config
         layers, heads, width = nuggets.keys.shape[0], nuggets.keys.shape[2], nuggets.keys.shape[4]
         expected = config.num_key_value_heads or config.num_attention_heads

@@ -32,6 +32,7 @@ VERBS = {
     "calibrate": "Estimate which scores keep one token in so many.",
     "generate": "Go on with a text of any length in bounded memory.",
     "chat": "Talk without end in bounded memory.",
+    "serve": "Keep documents compressed, and answer over them for OpenAI's clients.",
 }
 """What each verb does, in a line; the module `dodo.cli.<verb>` holds its `command`."""
 

@@ -1,0 +1,92 @@
+"""The app: routes, middleware and the model, put together.
+
+    app = make_app(Settings(store=Path("contexts")))
+    uvicorn.run(app)
+
+Pages are served from the folder `page` beside this file, if there is one with an index.html.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import Depends, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.staticfiles import StaticFiles
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+
+from dodo import __version__
+from dodo.model import Dodo
+from dodo.serving import about, completions, contexts, failures
+from dodo.serving.guard import Browsers, bearer
+from dodo.serving.metrics import Metrics, Observed
+from dodo.serving.schemas import ErrorBody
+from dodo.serving.service import Service
+from dodo.serving.settings import Settings
+
+__all__ = ["PAGE", "load", "make_app"]
+
+PAGE = Path(__file__).parent / "page"
+"""Static files, served at /."""
+
+
+def make_app(settings: Settings, dodo: Dodo | None = None) -> FastAPI:
+    """An ASGI app that serves one model.
+
+    Args:
+        settings: see there.
+        dodo: the model; None loads the one that the settings name when the app starts.
+    """
+    metrics = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        model = await asyncio.to_thread(load, settings) if dodo is None else dodo
+        service = app.state.service = Service.start(settings, model, metrics, now=int(time.time()))
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(service.close)
+
+    documented: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorBody, "description": text} for status, text in failures.STATUSES.items()
+    }
+    app = FastAPI(
+        title="Dodo",
+        version=__version__,
+        summary="Answers over compressed contexts, as OpenAI's clients ask for them.",
+        lifespan=lifespan,
+        responses=documented,
+        dependencies=[Depends(bearer)],
+    )
+    failures.install(app)
+    for part in (contexts, completions, about):
+        app.include_router(part.router)
+    if (PAGE / "index.html").exists():
+        app.mount("/", StaticFiles(directory=PAGE, html=True), name="page")
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=settings.max_body)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+        )
+    app.add_middleware(Browsers, origins=settings.cors_origins, any_host=bool(settings.keys))
+    app.add_middleware(Observed, metrics=metrics)
+    return app
+
+
+def load(settings: Settings) -> Dodo:
+    """The model that the settings name.
+
+    Raises:
+        InputError, FingerprintMismatch, DownloadError, UnsupportedModelError: see `Dodo.from_pretrained`.
+    """
+    import torch
+
+    dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    return Dodo.from_pretrained(settings.model, device=settings.device, dtype=dtype)

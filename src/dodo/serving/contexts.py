@@ -1,0 +1,189 @@
+"""`/v1/contexts`: documents kept compressed. Added from texts and files, listed, shown, downloaded, deleted."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from starlette.datastructures import UploadFile
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from dodo.errors import UnsupportedFileError
+from dodo.nuggets import Nuggets
+from dodo.serving.answers import unless_hung_up
+from dodo.serving.extraction import extract, is_nuggets
+from dodo.serving.failures import ApiError, failure
+from dodo.serving.schemas import ContextList, ContextObject, ContextRequest, Deleted
+from dodo.serving.service import Asked, Service
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
+
+Report = Callable[[dict[str, Any]], None]
+
+_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {"schema": ContextRequest.model_json_schema()},
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "file": {"type": "string", "format": "binary", "description": "txt, md, html, pdf, docx or nuggets."},
+                        "name": {"type": "string", "maxLength": 200},
+                        "ratio": {"type": "number", "minimum": 1},
+                        "nuggets": {"type": "integer", "minimum": 1},
+                    },
+                }
+            },
+        },
+    }
+}
+
+
+@dataclass(frozen=True)
+class _File:
+    data: bytes
+    name: str
+
+
+@router.post(
+    "",
+    status_code=201,
+    response_model=ContextObject,
+    openapi_extra=_BODY,
+    responses={200: {"content": {"text/event-stream": {}}, "description": "Events, where they are asked for."}},
+)
+async def add(request: Request, service: Asked) -> Response:
+    """Compress a text or a file and keep it; or keep a nuggets file.
+
+    With `Accept: text/event-stream` it answers with events: `progress` with a stage and the share that is done, then `done` with
+    the context, or `error`.
+    """
+    source, wanted = await _read(request)
+    if "text/event-stream" in request.headers.get("accept", ""):
+        return StreamingResponse(_events(service, source, wanted), media_type="text/event-stream")
+
+    async def work() -> ContextObject:
+        async with asyncio.timeout(service.settings.timeout):
+            return await _keep(service, source, wanted, lambda event: None)
+
+    made = await unless_hung_up(request, work())
+    return JSONResponse(made.model_dump(), 201, {"Location": f"/v1/contexts/{made.id}"})
+
+
+@router.get("")
+def page(
+    service: Asked,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: str | None = None,
+    order: Literal["asc", "desc"] = "desc",
+) -> ContextList:
+    """List contexts, the latest first, a page at a time."""
+    found = service.store.page(limit=limit + 1, after=after, ascending=order == "asc")
+    data = [ContextObject.of(context) for context in found[:limit]]
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return ContextList(data=data, first_id=first, last_id=last, has_more=len(found) > limit)
+
+
+@router.get("/{context_id}")
+def show(context_id: str, service: Asked) -> ContextObject:
+    """Show one."""
+    return ContextObject.of(service.store.get(context_id))
+
+
+@router.delete("/{context_id}")
+def delete(context_id: str, service: Asked) -> Deleted:
+    """Delete one. Answers that are being made over it go on."""
+    service.store.delete(context_id)
+    return Deleted(id=context_id)
+
+
+@router.get(
+    "/{context_id}/nuggets",
+    response_class=Response,
+    responses={200: {"content": {"application/octet-stream": {}}, "description": "A .nuggets file."}},
+)
+async def download(context_id: str, service: Asked) -> Response:
+    """Download its nuggets: a safetensors file, which `Nuggets.load` reads."""
+    data = await run_in_threadpool(service.store.read, context_id)
+    headers = {"Content-Disposition": f'attachment; filename="{context_id}.nuggets"'}
+    return Response(data, media_type="application/octet-stream", headers=headers)
+
+
+async def _read(request: Request) -> tuple[str | _File, ContextRequest]:
+    """The text or file in a request's body, and what is wanted of it."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json":
+        wanted = ContextRequest.model_validate_json(await request.body())
+        return wanted.text, wanted
+    if kind != "multipart/form-data":
+        raise UnsupportedFileError("the body must be application/json, or multipart/form-data with a file")
+    async with request.form(max_files=1, max_fields=8) as form:
+        file, fields = form.get("file"), {name: value for name, value in form.multi_items() if name != "file"}
+        if not isinstance(file, UploadFile):
+            raise ApiError(422, "file: is missing; send one as a part of that name", code="invalid_value", param="file")
+        name = PurePath(file.filename or "").name
+        wanted = ContextRequest.model_validate({"name": name[-200:] or None, **fields, "text": ""})
+        return _File(await file.read(), name), wanted
+
+
+async def _keep(service: Service, source: str | _File, wanted: ContextRequest, report: Report) -> ContextObject:
+    nuggets = await _nuggets(service, source, wanted, report)
+    report({"stage": "storing"})
+    return ContextObject.of(await asyncio.to_thread(lambda: service.store.add(nuggets, name=wanted.name)))
+
+
+async def _nuggets(service: Service, source: str | _File, wanted: ContextRequest, report: Report) -> Nuggets:
+    if isinstance(source, _File):
+        report({"stage": "reading", "bytes": len(source.data)})
+        if is_nuggets(source.data, source.name):
+            if wanted.ratio is not None or wanted.nuggets is not None:
+                raise ApiError(400, "a nuggets file is compressed already; leave ratio and nuggets out", code="bad_input")
+            return await service.intake.file(source.data)
+        source = await asyncio.to_thread(extract, source.data, source.name) if source.data else ""
+    tokens = 0
+
+    def begun(count: int) -> None:
+        nonlocal tokens
+        tokens = count
+        report({"stage": "waiting", "tokens": count})
+
+    def share(done: float) -> None:
+        report({"stage": "compressing", "tokens": tokens, "done": round(done, 3)})
+
+    made = await service.intake.document(source, ratio=wanted.ratio, nuggets=wanted.nuggets, begun=begun, report=share)
+    service.metrics.compressed.inc(tokens)
+    return made
+
+
+async def _events(service: Service, source: str | _File, wanted: ContextRequest) -> AsyncIterator[str]:
+    loop, coming = asyncio.get_running_loop(), asyncio.Queue[tuple[str, dict[str, Any]] | None]()
+
+    def report(event: dict[str, Any]) -> None:  # also from the model's thread
+        loop.call_soon_threadsafe(coming.put_nowait, ("progress", event))
+
+    async def work() -> None:
+        try:
+            async with asyncio.timeout(service.settings.timeout):
+                made = await _keep(service, source, wanted, report)
+            last = ("done", made.model_dump())
+        except Exception as error:  # the status has been sent: what went wrong is an event
+            last = ("error", failure(error)[1])
+        loop.call_soon(coming.put_nowait, last)  # behind the reports that are on their way
+        loop.call_soon(coming.put_nowait, None)
+
+    task = asyncio.create_task(work())
+    try:
+        while (event := await coming.get()) is not None:
+            yield f"event: {event[0]}\ndata: {json.dumps(event[1], ensure_ascii=False)}\n\n"
+    finally:
+        task.cancel()

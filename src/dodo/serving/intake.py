@@ -1,0 +1,175 @@
+"""What comes in and is compressed: documents to keep, files of nuggets, long messages of a conversation."""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dodo.errors import FingerprintMismatch, InputError, NuggetsFileError, QueueFull
+from dodo.model import Dodo
+from dodo.nuggets import Nuggets
+from dodo.serving.engine import Engine
+from dodo.serving.held import Held
+from dodo.serving.progress import reporting
+from dodo.serving.prompting import Prompting, Turn
+from dodo.serving.settings import Settings
+from dodo.serving.store import Store
+
+__all__ = ["Conversation", "Intake", "TooLong"]
+
+_TURN_MEMORY = 256 * 1024**2
+"""Bytes of nuggets of messages; conversations come back with each turn."""
+
+
+class TooLong(InputError):
+    """A text has more tokens than the server takes."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What became of a conversation: the nuggets of its long messages, and the turns that are left."""
+
+    nuggets: tuple[Nuggets, ...]
+    turns: tuple[Turn, ...]
+
+
+class Intake:
+    """Compresses on the model's thread. For one event loop.
+
+    Args:
+        dodo, engine, prompting, store: the model, its thread, its tokenizer, and where files may be put down.
+        settings: limits, and when and how messages are compressed.
+    """
+
+    def __init__(self, dodo: Dodo, engine: Engine, prompting: Prompting, store: Store, settings: Settings) -> None:
+        self._dodo, self._engine, self._prompting, self._store, self._settings = dodo, engine, prompting, store, settings
+        self._waiting = 0
+        self._messages: Held[Nuggets] = Held(_TURN_MEMORY)
+
+    async def document(
+        self,
+        text: str,
+        *,
+        ratio: float | None = None,
+        nuggets: int | None = None,
+        begun: Callable[[int], None] = lambda tokens: None,
+        report: Callable[[float], None] = lambda share: None,
+    ) -> Nuggets:
+        """Compress a text.
+
+        Args:
+            text: not only white space.
+            ratio, nuggets: see `Dodo.compress`.
+            begun: told the number of tokens, when they are known.
+            report: told the share that is done; called on the model's thread.
+
+        Raises:
+            InputError: an empty text.
+            TooLong: more tokens than the server takes.
+            QueueFull: too many texts are waiting.
+        """
+        if not text.strip():
+            raise InputError("the document is empty: there is nothing to compress")
+        ids = await asyncio.to_thread(self._prompting.document, text)
+        if len(ids) > self._settings.max_document:
+            raise TooLong(f"the text has {len(ids):,} tokens, and this server takes {self._settings.max_document:,} at most")
+        begun(len(ids))
+        if self._waiting >= self._settings.max_queue:
+            raise QueueFull(self._waiting, retry_after=5.0)
+
+        def compress() -> Nuggets:
+            with reporting(self._dodo.compressor, len(ids), report):
+                return self._dodo.compress_ids([ids], ratio=ratio, nuggets=nuggets).to(device="cpu")
+
+        self._waiting += 1
+        try:
+            made: Nuggets = await asyncio.wrap_future(self._engine.run(compress))
+            return made
+        finally:
+            self._waiting -= 1
+
+    async def file(self, data: bytes) -> Nuggets:
+        """The nuggets in a file that somebody sent.
+
+        Raises:
+            NuggetsFileError: damaged, of several texts, or not what a compressor makes.
+            FingerprintMismatch: another model made them.
+        """
+        return await asyncio.to_thread(self._read, data)
+
+    def _read(self, data: bytes) -> Nuggets:
+        path = self._store.temporary()
+        try:
+            path.write_bytes(data)
+            nuggets = Nuggets.load(path)
+        except NuggetsFileError as error:
+            raise NuggetsFileError(str(error).replace(str(path), "the file")) from None
+        finally:
+            path.unlink(missing_ok=True)
+        if nuggets.batch_size != 1:
+            raise NuggetsFileError(f"the file holds {nuggets.batch_size} texts; send one at a time: nuggets[i].save(...)")
+        try:
+            self._dodo.check(nuggets)
+        except FingerprintMismatch as error:
+            raise FingerprintMismatch(str(error).replace("or override if you know that they agree", "and send that")) from None
+        if not _is_sound(nuggets, window=self._dodo.compressor.window, vocabulary=len(self._dodo.tokenizer)):
+            raise NuggetsFileError("the file does not hold what this model makes of a text; compress the text again")
+        return nuggets
+
+    async def turns(self, turns: Sequence[Turn]) -> Conversation:
+        """Compress the long messages of a conversation, if the server does that.
+
+        Of the last message, the last paragraph stays as it is: it is what is asked.
+
+        Raises:
+            InputError: the last paragraph of the last message is itself too long.
+            TooLong, QueueFull: see `document`.
+        """
+        limit, made, kept = self._settings.compress_over, list[Nuggets](), list[Turn]()
+        for i, (role, text) in enumerate(turns):
+            if limit is None or await self._tokens(text) <= limit:
+                kept.append((role, text))
+                continue
+            if i == len(turns) - 1:
+                text, _, asked = text.rstrip().rpartition("\n")
+                if not text.strip() or await self._tokens(asked) > limit:
+                    raise InputError(
+                        f"the last message is longer than {limit:,} tokens, from where messages are compressed, and does not end "
+                        "with a question in a paragraph of its own; put it there, or in a message of its own"
+                    )
+                kept.append((role, asked))
+            made.append(await self._message(text))
+        return Conversation(tuple(made), tuple(kept))
+
+    async def _message(self, text: str) -> Nuggets:
+        key = hashlib.sha256(text.encode()).hexdigest()
+        if (nuggets := self._messages.get(key)) is None:
+            nuggets = await self.document(text, ratio=self._settings.compress_ratio)
+            self._messages.put(key, nuggets, size=nuggets.nbytes)
+        return nuggets
+
+    async def _tokens(self, text: str) -> int:
+        return len(await asyncio.to_thread(self._prompting.continuation, text))
+
+
+def _is_sound(nuggets: Nuggets, *, window: int, vocabulary: int) -> bool:
+    """Whether a file from outside can be what it says: its checksum only shows that nothing changed on the way."""
+    states = nuggets.mask.shape[1]
+    rows = [nuggets.positions, nuggets.indices, nuggets.scores, nuggets.token_ids, nuggets.mask]
+    singles = [nuggets.lengths, nuggets.next_positions, nuggets.sinks]
+    if states == 0 or any(row.shape != (1, states) for row in rows) or any(single.shape != (1,) for single in singles):
+        return False
+    if nuggets.keys.shape != nuggets.values.shape or nuggets.keys.shape[3] != states or not bool(nuggets.mask.all()):
+        return False
+    finite = all(bool(torch.isfinite(tensor).all()) for tensor in (nuggets.keys, nuggets.values, nuggets.scores))
+    places = _within(nuggets.positions[0], int(nuggets.next_positions)) and int(nuggets.next_positions) <= window
+    within = _within(nuggets.indices[0], int(nuggets.lengths + nuggets.sinks))
+    known = bool(((nuggets.token_ids >= 0) & (nuggets.token_ids < vocabulary)).all())
+    return finite and places and within and known and 0 <= int(nuggets.sinks) <= states
+
+
+def _within(places: torch.Tensor, end: int) -> bool:
+    """Whether places ascend, from 0 to below an end."""
+    return bool((places.diff() > 0).all()) and int(places[0]) >= 0 and int(places[-1]) < end

@@ -1,0 +1,76 @@
+"""What the routes share: one model, its engine, its store."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from dodo.model import Dodo
+from dodo.serving.engine import Engine
+from dodo.serving.failures import ApiError
+from dodo.serving.guard import check_key
+from dodo.serving.intake import Intake
+from dodo.serving.metrics import Metrics
+from dodo.serving.prompting import Prompting
+from dodo.serving.settings import Settings
+from dodo.serving.store import Store
+
+__all__ = ["Asked", "Service"]
+
+
+@dataclass(frozen=True)
+class Service:
+    """Made when the app starts, and closed when it ends."""
+
+    settings: Settings
+    dodo: Dodo
+    engine: Engine
+    store: Store
+    prompting: Prompting
+    intake: Intake
+    metrics: Metrics
+    started: int
+
+    @classmethod
+    def start(cls, settings: Settings, dodo: Dodo, metrics: Metrics, *, now: int) -> "Service":
+        """Open the store and start the engine."""
+        store = Store(
+            settings.store,
+            memory_limit=settings.memory_limit,
+            disk_limit=settings.disk_limit,
+            storage=settings.storage,
+        )
+        engine = Engine(dodo, max_batch=settings.max_batch, max_queue=settings.max_queue, max_states=settings.max_states)
+        metrics.watch(engine, store)
+        prompting = Prompting(dodo)
+        intake = Intake(dodo, engine, prompting, store, settings)
+        return cls(settings, dodo, engine, store, prompting, intake, metrics, now)
+
+    def close(self) -> None:
+        """Stop the engine, and let go of the store."""
+        self.engine.close()
+        self.store.close()
+
+    @property
+    def model(self) -> str:
+        """The model's name in the API: as it was asked for, a folder by its last part."""
+        name = self.settings.model
+        return Path(name).resolve().name if Path(name).exists() else name
+
+    def check_model(self, name: str) -> None:
+        """Raise a 404 if it is not the one that is served."""
+        if name != self.model:
+            raise ApiError(
+                404, f"there is no model {name[:80]!r} here, but {self.model!r}", code="model_not_found", param="model"
+            )
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    check_key(request, service.settings.keys)
+    return service
+
+
+Asked = Annotated[Service, Depends(_service)]
+"""The service, for those who have a key."""

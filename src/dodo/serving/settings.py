@@ -1,0 +1,90 @@
+"""What a server is told at its start."""
+
+import math
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+
+from dodo.errors import InputError
+from dodo.nuggets_file import StorageType
+
+__all__ = ["Settings", "is_loopback", "read_keys"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to serve.
+
+    store: folder of the contexts.
+    model: adapters or base, as `Dodo.from_pretrained` takes it; its name is that of the model in the API.
+    device, dtype: where to compute, and the type of the base's weights; "auto" takes the stored one.
+    keys: whoever asks must have one of these; none: whoever can connect may ask.
+    cors_origins: pages of these origins may ask, such as "https://example.org".
+    compress_over: messages of more tokens than this are compressed; None: never.
+    compress_ratio: at this ratio; None: the model's.
+    max_body: bytes of a request.
+    max_document: tokens of a text that is to be compressed.
+    max_new_tokens: tokens of an answer, at most.
+    max_choices: answers to one request, at most.
+    timeout: seconds for one request.
+    memory_limit, disk_limit, storage: of the store.
+    max_batch, max_queue, max_states: of the engine; max_queue also bounds the texts that wait to be compressed.
+    """
+
+    store: Path
+    model: str = "smollm2-135m"
+    device: str | None = None
+    dtype: str = "auto"
+    keys: tuple[str, ...] = field(default=(), repr=False)
+    cors_origins: tuple[str, ...] = ()
+    compress_over: int | None = None
+    compress_ratio: float | None = None
+    max_body: int = 32 * 1024**2
+    max_document: int = 100_000
+    max_new_tokens: int = 2048
+    max_choices: int = 16
+    timeout: float = 300.0
+    memory_limit: int = 2 * 1024**3
+    disk_limit: int | None = None
+    storage: StorageType | None = None
+    max_batch: int = 32
+    max_queue: int = 64
+    max_states: int = 32_768
+
+    def __post_init__(self) -> None:
+        counts = ("compress_over", "max_body", "max_document", "max_new_tokens", "max_choices", "memory_limit", "disk_limit")
+        for name in counts:
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InputError(f"{name} must be at least 1, not {value}")
+        if not (math.isfinite(self.timeout) and self.timeout > 0):
+            raise InputError(f"timeout must be a number of seconds above 0, not {self.timeout}")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("::1"), is_loopback("0.0.0.0")
+    (True, True, True, False)
+    """
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """The keys in a file, one a line; empty lines and those that begin with # do not count.
+
+    Raises:
+        InputError: the file can't be read, or holds no key, or one shorter than 16 characters.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} can't be read as text: {error}") from None
+    keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
+    if not keys:
+        raise InputError(f"{path} holds no key; write one a line, for instance the output of: openssl rand -hex 32")
+    if any(len(key) < 16 for key in keys):
+        raise InputError(f"a key in {path} has fewer than 16 characters; make one with: openssl rand -hex 32")
+    return keys

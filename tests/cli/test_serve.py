@@ -1,0 +1,79 @@
+"""Laws of `dodo serve`."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+from tests.cli.conftest import COMMAND
+from tests.cli.tiny import TEXT
+
+
+@contextmanager
+def serving(*arguments):
+    """A server in a process of its own, killed in the end."""
+    process = subprocess.Popen([*COMMAND, "serve", "--port", "0", *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+    try:
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if found := re.search(r"at (http://\S+)", line):
+                yield found[1]
+                return
+        raise AssertionError("".join(seen))
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+
+
+def asked(url, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+def test_a_server_that_was_killed_has_all_its_contexts_when_it_comes_again(models, tmp_path):
+    flags = ("--model", models.base, "--store", tmp_path / "store")
+    body = {"model": "base", "messages": [{"role": "user", "content": "Where did it live?"}], "max_tokens": 5}
+    with serving(*flags) as address:
+        made = asked(f"{address}/v1/contexts", {"text": TEXT, "ratio": 2})
+        body["context_ids"] = [made["id"]]
+        answer = asked(f"{address}/v1/chat/completions", body)
+    with serving(*flags) as address:
+        assert asked(f"{address}/v1/contexts")["data"] == [made]
+        assert asked(f"{address}/v1/chat/completions", body)["choices"] == answer["choices"]
+
+
+def test_others_are_let_in_with_a_key_only(run, no_model):
+    result = run("serve", "--host", "0.0.0.0")
+    assert result.exit_code == 2
+    assert "--api-key-file" in result.stderr
+
+
+@pytest.mark.parametrize("text", ["", "# a comment\n\n", "short\n"])
+def test_a_file_without_a_good_key_is_refused(text, run, no_model, tmp_path):
+    (tmp_path / "keys").write_text(text)
+    result = run("serve", "--host", "0.0.0.0", "--api-key-file", tmp_path / "keys")
+    assert result.exit_code == 1
+    assert "openssl rand -hex 32" in result.stderr
+
+
+def test_a_ratio_without_messages_to_compress_is_a_usage_error(run, no_model):
+    result = run("serve", "--ratio", "5")
+    assert result.exit_code == 2
+    assert "--compress-over" in result.stderr
+
+
+def test_a_port_that_is_taken_is_named(run, no_model):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("serve", "--port", port)
+    assert result.exit_code == 1
+    assert f"port {port}" in result.stderr

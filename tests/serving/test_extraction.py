@@ -1,0 +1,138 @@
+"""Laws of taking texts from files."""
+
+import io
+import zipfile
+
+import docx
+import pytest
+from pypdf import PdfWriter
+from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
+
+from dodo.errors import InputError, UnsupportedFileError
+from dodo.serving import extraction
+from dodo.serving.extraction import extract, is_nuggets
+
+TEXT = "The dodo lived on Mauritius.\nIt could not fly — café, 你好."
+
+
+def pdf(*pages: str, password: str | None = None) -> bytes:
+    writer = PdfWriter()
+    font = DictionaryObject({NameObject("/Type"): NameObject("/Font"), NameObject("/Subtype"): NameObject("/Type1")})
+    font[NameObject("/BaseFont")] = NameObject("/Helvetica")
+    for text in pages:
+        page = writer.add_blank_page(300, 300)
+        page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): DictionaryObject({NameObject("/F"): font})})
+        content = DecodedStreamObject()
+        content.set_data(f"BT /F 12 Tf 20 200 Td ({text}) Tj ET".encode())
+        page[NameObject("/Contents")] = content
+    if password:
+        writer.encrypt(password, algorithm="RC4-128")
+    file = io.BytesIO()
+    writer.write(file)
+    return file.getvalue()
+
+
+def word() -> bytes:
+    document = docx.Document()
+    document.add_paragraph("The dodo lived on Mauritius.")
+    table = document.add_table(1, 2)
+    table.cell(0, 0).text, table.cell(0, 1).text = "height", "one metre"
+    document.add_paragraph("It could not fly — café.")
+    file = io.BytesIO()
+    document.save(file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "A.MARKDOWN", "a.csv", "a.py", "a", ""])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_plain_texts_are_taken_as_they_are(name, encoding):
+    assert extract(f"\n{TEXT}\n ".encode(encoding), name) == TEXT
+
+
+@pytest.mark.parametrize("name", ["a.html", "a.htm", "a", "a.txt"])
+def test_of_html_what_a_reader_sees_is_taken(name):
+    page = (
+        "<!DOCTYPE html><html><head><title>no</title><style>p {color: red}</style><script>alert(1)</script></head>"
+        "<body><h1>Dodo</h1><p>It <b>could</b> not fly &mdash; café.</p><ul><li>one<li>two</ul></body></html>"
+    )
+    text = extract(page.encode(), name)
+    assert "It could not fly — café." in text
+    assert text.index("Dodo") < text.index("It could") < text.index("one") < text.index("two")
+    assert not any(word in text for word in ("alert", "color", "<"))
+
+
+def test_pages_of_a_pdf_come_in_order():
+    text = extract(pdf("The dodo lived here.", "It could not fly."), "a.pdf")
+    assert text.index("The dodo lived here.") < text.index("It could not fly.")
+
+
+def test_paragraphs_and_tables_of_a_word_file_come_in_order():
+    assert extract(word(), "a.docx") == "The dodo lived on Mauritius.\nheight\tone metre\nIt could not fly — café."
+
+
+def test_contents_count_more_than_the_name():
+    assert extract(pdf("The dodo lived here."), "a.txt") == "The dodo lived here."
+    assert extract(word(), "").startswith("The dodo")
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "a.png"),
+        (b"MZ\x90\0\x03", "a.exe"),
+        (b"\0\1\2\3", "a.txt"),
+        (b"\0\1\2\3", ""),
+        (b"{}", "a.json"),
+        (b"PK\x03\x04 and more", "a.zip"),
+        (b"a text", "a.doc"),
+    ],
+)
+def test_other_kinds_are_refused_as_such(data, name):
+    with pytest.raises(UnsupportedFileError, match="pdf"):
+        extract(data, name)
+
+
+def test_an_archive_that_is_no_word_file_is_refused_as_such():
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a.txt", "text")
+    with pytest.raises(UnsupportedFileError):
+        extract(file.getvalue(), "a.docx")
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (b"caf\xe9", "a.txt"),
+        (b"%PDF-1.7\nnothing", "a.pdf"),
+        (pdf("text")[:200], "a.pdf"),
+        (b"no pdf", "a.pdf"),
+        (word()[:500], "a.docx"),
+        (b"no word file", "a.docx"),
+        (b"<html>\xff\xfe</html>", "a.html"),
+        (pdf("text", password="secret"), "a.pdf"),
+    ],
+)
+def test_damaged_and_locked_files_are_refused_in_one_line(data, name):
+    with pytest.raises(InputError) as caught:
+        extract(data, name)
+    assert not isinstance(caught.value, UnsupportedFileError)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("data", "name"), [(b"", "a.txt"), (b" \n", "a.md"), (b"<html></html>", "a"), (pdf(""), "a.pdf")])
+def test_a_file_without_text_is_refused(data, name):
+    with pytest.raises(InputError, match="no text"):
+        extract(data, name)
+
+
+def test_a_word_file_that_unpacks_to_too_much_is_not_unpacked(monkeypatch):
+    monkeypatch.setattr(extraction, "_LARGEST_UNPACKED", 1000)
+    with pytest.raises(InputError, match="too much"):
+        extract(word(), "a.docx")
+
+
+def test_nuggets_are_known_by_their_first_bytes_or_their_name():
+    assert is_nuggets((100).to_bytes(8, "little") + b"{", "a.txt")
+    assert is_nuggets(b"anything", "a.NUGGETS")
+    assert not is_nuggets(TEXT.encode(), "a.txt")
