@@ -2,6 +2,7 @@
 #   make demo      see a real text compressed by a real model, and questioned
 #   make test      the tests: minutes, no network once the packages are there
 #   make test-all  the slow ones too, on the real base model, and the core on the oldest versions that are supported
+#   make peers     the environment of the peers that `dodo evaluate` can measure
 #   make check     lint, types, imports, documents
 #   make bench     measure speed and memory, into results/
 
@@ -10,7 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all test-oldest check bench clean
+.PHONY: demo test test-all test-oldest peers check bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +35,15 @@ test-oldest: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable . pytest
 	$(OLDEST)/bin/python -m pytest -q $(CORE:%=tests/test_%.py) --deselect tests/test_fingerprint.py::test_a_gguf_file_is_known_by_its_contents
+
+PEERS := .venv-peers
+
+peers: $(PEERS)/.ready
+
+$(PEERS)/.ready: constraints-peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints-peers.txt kvpress llmlingua
+	touch $(PEERS)/.ready
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -118,7 +118,7 @@ def test_density_takes_the_tokens_where_the_running_weight_passes_each_part() ->
         mask = torch.zeros(1, skip + n + 2, dtype=torch.bool)
         mask[0, skip : skip + n] = True
         own = scores[0, skip : skip + n].double()
-        weights = (0.5 + own.exp() / own.exp().mean()).tolist()
+        weights = (1 + own.exp() / own.exp().mean()).tolist()
         expected, passed, part = [], 0.0, sum(weights) / k
         for i, weight in enumerate(weights):
             before, passed = passed, passed + weight

@@ -4,6 +4,7 @@ phi/adapter_config.json    phi/adapter_model.safetensors
 theta/adapter_config.json  theta/adapter_model.safetensors
 scorer.safetensors         dodo_config.json  README.md
 thresholds.json, if they have been estimated
+memory.safetensors, if they are ICAE's
 """
 
 import tempfile
@@ -16,13 +17,15 @@ from torch import Tensor
 
 from dodo import hub
 from dodo.compressor import Compressor
-from dodo.config import CONFIG_FILE, DodoConfig
+from dodo.config import CONFIG_FILE
 from dodo.errors import InputError
+from dodo.memory import MemoryTokens
 from dodo.thresholds import THRESHOLDS_FILE, Thresholds
 
 __all__ = ["SHIPPED", "find", "load", "load_thresholds", "save", "tensors_of"]
 
 SCORER_FILE = "scorer.safetensors"
+MEMORY_FILE = "memory.safetensors"
 SHIPPED = Path(__file__).parent / "weights"
 """Trained adapters that come with the package, one folder per base alias."""
 
@@ -38,7 +41,7 @@ def find(name: str, revision: str | None = None) -> Path | None:
 
 
 def load(compressor: Compressor, folder: Path) -> None:
-    """Load adapters, scorer and soft token into a compressor of the same configuration.
+    """Load adapters, scorer, soft token and, if there are any, memory tokens into a compressor of the same configuration.
 
     Raises:
         InputError: a file is missing, damaged, or does not fit.
@@ -49,6 +52,7 @@ def load(compressor: Compressor, folder: Path) -> None:
         raise InputError(f"{folder} has no {SCORER_FILE}") from None
     except (OSError, SafetensorError) as error:
         raise InputError(f"{folder / SCORER_FILE} is damaged or truncated: {error}") from None
+    memory = _memory_in(folder, width=compressor.soft_token.shape[-1])
     compressor.adapters.load(folder)
     try:
         soft_token = tensors.pop("soft_token")
@@ -57,6 +61,7 @@ def load(compressor: Compressor, folder: Path) -> None:
             compressor.soft_token.copy_(soft_token.view_as(compressor.soft_token))
     except (KeyError, RuntimeError) as error:
         raise InputError(f"{folder / SCORER_FILE} does not fit this base: {str(error).splitlines()[0]}") from None
+    compressor.memory = None if memory is None else memory.to(compressor.soft_token.device)
 
 
 def load_thresholds(folder: Path) -> Thresholds | None:
@@ -79,7 +84,7 @@ def save(
     """Write the set, each file whole or not at all.
 
     Args:
-        compressor: whose adapters, scorer, soft token and configuration.
+        compressor: whose adapters, scorer, soft token, memory tokens and configuration.
         folder: made if it is not there.
         dtype: of the stored weights; None keeps their own.
         card: text of README.md; None writes a short one.
@@ -92,6 +97,8 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving.") as scratch:
             _write(compressor, Path(scratch), dtype, card)
+            if compressor.memory is None:
+                (folder / MEMORY_FILE).unlink(missing_ok=True)
             if thresholds is None:
                 (folder / THRESHOLDS_FILE).unlink(missing_ok=True)
             else:
@@ -105,26 +112,51 @@ def save(
 
 
 def tensors_of(compressor: Compressor) -> dict[str, Tensor]:
+    """What is trained beside the adapters, by name."""
+    memory = {} if compressor.memory is None else {"memory": compressor.memory.embeddings.detach()}
+    return _scorer_tensors(compressor) | memory
+
+
+def _scorer_tensors(compressor: Compressor) -> dict[str, Tensor]:
     """Scorer and soft token by the names they have in `scorer.safetensors`."""
     tensors = {f"scorer.{name}": tensor for name, tensor in compressor.scorer.state_dict().items()}
     return tensors | {"soft_token": compressor.soft_token.detach()}
 
 
+def _memory_in(folder: Path, *, width: int) -> MemoryTokens | None:
+    path = folder / MEMORY_FILE
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            embeddings, metadata = file.get_tensor("memory"), file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path} is damaged or truncated: {error}") from None
+    if embeddings.ndim != 2 or embeddings.shape[1] != width or metadata.get("fixed") not in ("true", "false"):
+        raise InputError(f"{path} does not fit this base: memory tokens of width {width} are wanted, and whether they are fixed")
+    return MemoryTokens(embeddings, fixed=metadata["fixed"] == "true")
+
+
 def _write(compressor: Compressor, folder: Path, dtype: torch.dtype | None, card: str | None) -> None:
     compressor.adapters.save(folder)
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors_of(compressor).items()}, folder / SCORER_FILE)
+    save_file({name: tensor.contiguous().cpu() for name, tensor in _scorer_tensors(compressor).items()}, folder / SCORER_FILE)
+    if compressor.memory is not None:
+        metadata = {"fixed": "true" if compressor.memory.fixed else "false"}
+        save_file({"memory": compressor.memory.embeddings.detach().contiguous().cpu()}, folder / MEMORY_FILE, metadata)
     if dtype is not None:
-        for path in (folder / SCORER_FILE, *folder.glob("*/adapter_model.safetensors")):
+        for path in folder.rglob("*.safetensors"):
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata()
             save_file({name: tensor.to(dtype) for name, tensor in load_file(path).items()}, path, metadata)
     (folder / CONFIG_FILE).write_text(compressor.config.to_json(), encoding="utf-8")
-    (folder / "README.md").write_text(card or _card(compressor.config), encoding="utf-8")
+    (folder / "README.md").write_text(card or _card(compressor), encoding="utf-8")
 
 
-def _card(config: DodoConfig) -> str:
+def _card(compressor: Compressor) -> str:
+    config, memory = compressor.config, compressor.memory
     trained = f"{config.trained_ratios[0]:g} to {config.trained_ratios[1]:g}" if config.trained_ratios else "not trained"
     base = f"base_model: {config.base}\n" if hub.is_hub_id(str(config.base)) else ""  # the hub takes ids only
+    slots = "" if memory is None else f"- memory tokens, for the baseline ICAE alone: {len(memory)}\n"
     return (
         f"---\nlibrary_name: dodo-lm\n{base}tags: [context-compression, dodo]\n---\n\n"
         f"# Dodo adapters for {config.base}\n\n"
@@ -132,6 +164,6 @@ def _card(config: DodoConfig) -> str:
         "(Qin et al., Dodo: Dynamic Contextual Compression for Decoder-only LMs).\n\n"
         f"- ratios trained: {trained}\n- selection: {config.selection}\n- positions: {config.positions}\n"
         f"- first token kept: {config.keep_first}\n- feature layer: {config.feature_layer}\n"
-        f"- base weights: {config.base_fingerprint}\n\n"
+        f"- base weights: {config.base_fingerprint}\n{slots}\n"
         '```python\nfrom dodo import Dodo\n\ndodo = Dodo.from_pretrained("path or hub id of this folder")\n```\n'
     )

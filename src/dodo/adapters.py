@@ -72,6 +72,10 @@ class Adapters:
             if ".lora_" in key and any(f".{adapter}." in key for adapter in wanted)
         ]
 
+    def base_weights(self) -> dict[str, Tensor]:
+        """The base's own weights, without adapters, by the names that they have without adapters."""
+        return {key.replace(".base_layer.", "."): value for key, value in self.base.state_dict().items() if ".lora_" not in key}
+
     # -- switching
 
     @contextmanager

@@ -22,6 +22,7 @@ from dodo.architecture import FeatureLayers, backbone, device_of, layer_windows,
 from dodo.attention import AllKept, OnePassCache, attention_masks, cache_argument, check_gradient_backend
 from dodo.config import DodoConfig
 from dodo.errors import InputError, WindowError
+from dodo.memory import MemoryTokens
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.scorer import Scorer
 from dodo.selection import Selection, count_nuggets, prefer_dense, select_top_k
@@ -32,7 +33,8 @@ __all__ = ["Compressor"]
 class Compressor(nn.Module):
     """Base, adapters, scorer and soft token, and the two passes over them.
 
-    Trainable are both adapters' matrices, the scorer and the soft token; the base is frozen.
+    Trainable are both adapters' matrices, the scorer and the soft token; the base is frozen. `memory` holds the memory tokens
+    of the baseline ICAE (`icae`); None in all other adapters.
 
     Args:
         base: a supported language model; it is wrapped with LoRA in place.
@@ -52,6 +54,7 @@ class Compressor(nn.Module):
         device = device_of(base)
         self.scorer = Scorer(base.config.hidden_size, seed=config.seed).to(device)
         self.soft_token = nn.Parameter(_fresh_soft_token(base))
+        self.memory: MemoryTokens | None = None
 
     # -- scores
 

@@ -108,8 +108,8 @@ def gather_tokens(states: Tensor, indices: Tensor) -> Tensor:
 def prefer_dense(scores: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     """Values whose top-k spreads k tokens over a row, closer together where scores are high.
 
-    Beyond the paper. Each token weighs 1/2 + exp(s) / mean(exp(s)), and the tokens are taken at which the running sum of
-    weights passes a multiple of its k-th part: equal scores give a fixed stride, and no stretch of more than 3 n / k tokens
+    Beyond the paper. Each token weighs 1 + exp(s) / mean(exp(s)), and the tokens are taken at which the running sum of
+    weights passes a multiple of its k-th part: equal scores give a fixed stride, and no stretch of more than 2 n / k tokens
     goes without. Where a token weighs more than such a part, the best-scored of the others fill up. Not differentiable.
 
     Args:
@@ -121,7 +121,7 @@ def prefer_dense(scores: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     own = scores.detach().double()
     n = mask.sum(-1, keepdim=True)
     weights = own.masked_fill(~mask, -torch.inf).softmax(-1) * n
-    passed = ((weights + 0.5) * mask).cumsum(-1)
+    passed = ((weights + 1) * mask).cumsum(-1)
     part = torch.floor(passed / passed[:, -1:] * k[:, None] + 1e-6)
     chosen = (part.diff(dim=-1, prepend=torch.zeros_like(part[:, :1])) > 0) & mask
     return (own.sigmoid() + chosen).float()

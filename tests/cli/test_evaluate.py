@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from dodo import Dodo
+from dodo.memory import MemoryTokens
 from tests.cli.tiny import TEXT
 
 
@@ -70,17 +72,49 @@ def test_texts_are_rebuilt_by_length(run, models, texts, tmp_path):
     assert 0 <= measured["64 tokens"]["bleu"] < 100
 
 
+@pytest.fixture(scope="module")
+def memory_adapters(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("icae")
+    dodo = Dodo.from_pretrained(models.trained)
+    dodo.compressor.memory = MemoryTokens.fresh(dodo.compressor.base, 128, fixed=False)
+    dodo.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("task", ["autoencoding", "multilingual", "squad", "summarization"])
+def test_icae_is_measured_by_its_memory_slots(run, memory_adapters, tmp_path, task):
+    data, out = tmp_path / "en.jsonl", tmp_path / "icae.json"
+    record = {"text": TEXT[:60], "context": TEXT[:60], "article": TEXT[:60], "highlights": "A bird."}
+    data.write_text(json.dumps(record | {"question": "What?", "answers": ["bird"]}), encoding="utf-8")
+    length = ("--length", "16") if task == "autoencoding" else ()
+    flags = ("--method", "icae", "--ratio", "3", *length, "--data", data, "--out", out, "--model", memory_adapters)
+    assert run("evaluate", task, *flags).exit_code == 0
+    (found,) = json.loads(out.read_text())["measured"].values()
+    tokens = found["tokens each"] - 1  # without the first one
+    assert found["states each"] == -(-tokens // 3)
+    assert found["n"] == 1
+
+
+def test_adapters_without_memory_tokens_are_refused(run, models, texts):
+    result = run("evaluate", "autoencoding", "--method", "icae", "--data", texts, "--model", models.trained)
+    assert result.exit_code == 1
+    assert "have no memory tokens" in result.stderr
+    assert "recipes/smollm2-135m-icae.yaml trains a set" in result.stderr
+
+
 def test_the_command_line_knows_all_tasks_and_methods():
     from dodo.cli import evaluate
     from dodo.evaluation.endless import READERS
     from dodo.evaluation.language_models import LANGUAGE_MODELS
     from dodo.evaluation.methods import METHODS
+    from dodo.evaluation.peers import PEERS
     from dodo.evaluation.tasks import TASKS
 
     assert set(evaluate.TASKS) == {*TASKS, "optimal-selection", "efficiency", "perplexity", "endless"}
     assert set(evaluate.TASKS["endless"]) == set(READERS)
-    assert set(evaluate.TASKS["squad"]) == set(METHODS)
-    assert all(set(evaluate.TASKS[task]) <= set(METHODS) for task in TASKS)
+    assert sorted(evaluate.PEERS) == sorted(PEERS)
+    assert set(evaluate.TASKS["squad"]) == {*METHODS, *PEERS}
+    assert all(set(evaluate.TASKS[task]) <= {*METHODS, *PEERS} for task in TASKS)
     assert set(evaluate.TASKS["perplexity"]) == set(LANGUAGE_MODELS)
 
 
@@ -109,6 +143,8 @@ def test_perplexity_at_each_number_of_states(run, models, texts, tmp_path, metho
         (("perplexity", "--states", "0"), "--states"),
         (("perplexity", "--method", "nodoc"), "--method nodoc: can't do perplexity; its methods are dodo, top-k"),
         (("squad", "--method", "compressive"), "--method compressive: can't do squad"),
+        (("autoencoding", "--method", "kvpress-knorm"), "--method kvpress-knorm: can't do autoencoding; its methods are dodo"),
+        (("squad", "--peers-python", "python"), "--peers-python python: has no effect on dodo"),
         (("squad", "--states", "8"), "--states 8: has no effect in squad"),
         (("autoencoding", "--segment", "8"), "--segment 8: has no effect in autoencoding"),
         (("perplexity", "--length", "8"), "--length 8: has no effect in perplexity"),
@@ -123,6 +159,11 @@ def test_flags_that_do_not_go_together_are_refused_before_a_model_is_loaded(run,
     result = run("evaluate", *flags, "--data", texts)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_peer_without_its_environment_is_refused_before_a_model_is_loaded(run, no_model, questions, tmp_path):
+    flags = ("--data", questions, "--method", "llmlingua", "--peers-python", tmp_path / "none")
+    assert "make peers sets it up" in run("evaluate", "squad", *flags).stderr
 
 
 def test_adapters_without_thresholds_and_a_short_window_are_refused(run, models, texts, tmp_path):

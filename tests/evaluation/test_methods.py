@@ -5,9 +5,12 @@ import torch
 
 from dodo.errors import InputError
 from dodo.evaluation.methods import METHODS, make_method
+from dodo.icae import Icae
+from dodo.memory import MemoryTokens
 from dodo.model import Dodo
 from dodo.prompts import QUESTION, SHORTEN, chat_turn
 from tests.cli.tiny import TEXT, save_model
+from tests.conftest import stir
 
 QUESTIONS = ["Who wrote it?", "When was that?"]
 REQUESTS = [QUESTION.format(question=question) for question in QUESTIONS]
@@ -19,7 +22,7 @@ def dodo(tmp_path_factory) -> Dodo:
     return Dodo.from_pretrained(save_model(tmp_path_factory.mktemp("methods") / "base"))
 
 
-@pytest.mark.parametrize("name", sorted(set(METHODS) - {"lmsumm"}))
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"lmsumm", "icae"}))
 def test_states_and_tokens_are_what_is_held(dodo, name):
     held = make_method(name, dodo, 4.0).read(DOCUMENTS)
     tokens = [len(dodo.document_ids(text)) for text in DOCUMENTS]
@@ -63,6 +66,48 @@ def test_lmsumm_asks_the_base_for_a_summary_and_reads_that(dodo):
     assert method.reply(held, REQUESTS[:1], max_new_tokens=8) == whole.reply(
         whole.read([summary]), REQUESTS[:1], max_new_tokens=8
     )
+
+
+@pytest.fixture(scope="module")
+def with_memory(tmp_path_factory) -> Dodo:
+    made = Dodo.from_pretrained(save_model(tmp_path_factory.mktemp("memory") / "base"))
+    stir(made.compressor).memory = MemoryTokens.fresh(made.compressor.base, 40, fixed=False)
+    return made
+
+
+def test_icae_holds_as_many_slots_as_dodo_has_nuggets_beside_a_first_token(with_memory):
+    held = make_method("icae", with_memory, 4.0).read(DOCUMENTS)
+    dodo = make_method("dodo", with_memory, 4.0).read(DOCUMENTS)
+    assert held.tokens == dodo.tokens
+    assert held.states == [min(40, states - 1) for states in dodo.states]
+    assert held.states[0] == 40 > held.states[1]
+
+
+def test_icae_answers_and_rebuilds_each_document_from_its_memory(with_memory):
+    method, icae = make_method("icae", with_memory, 4.0), Icae(with_memory.compressor)
+    held, tokenizer = method.read(DOCUMENTS), with_memory.tokenizer
+    replies, rebuilt, nats = method.reply(held, REQUESTS, max_new_tokens=8), method.rebuild(held), method.nats(held, DOCUMENTS)
+    for i, (document, request) in enumerate(zip(DOCUMENTS, REQUESTS, strict=True)):
+        ids = torch.tensor([with_memory.document_ids(document)])
+        own = tokenizer(document, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            memory = icae.encode(ids, slots=held.states[i])
+            states = icae.decode(memory, own[:, :-1], soft_token=True)
+            logits = with_memory.compressor.base.get_output_embeddings()(states[0])
+        prompt = tokenizer(chat_turn(tokenizer, request), add_special_tokens=False)["input_ids"]
+        assert replies[i] == tokenizer.decode(icae.generate_ids(memory, [prompt], max_new_tokens=8)[0], skip_special_tokens=True)
+        again = icae.generate_ids(memory, None, max_new_tokens=max(held.tokens) + 1)[0]
+        assert rebuilt[i] == tokenizer.decode(again, skip_special_tokens=True)
+        wanted = float(torch.nn.functional.cross_entropy(logits, own[0], reduction="sum"))
+        assert nats[i] == (pytest.approx(wanted, rel=1e-4), own.shape[1])
+
+
+def test_icae_needs_adapters_with_memory_tokens_and_selects_nothing(dodo, with_memory):
+    with pytest.raises(InputError, match=r"recipes/smollm2-135m-icae.yaml"):
+        make_method("icae", dodo, 4.0)
+    method = make_method("icae", with_memory, 4.0)
+    with pytest.raises(InputError, match="selects no tokens"):
+        method.selected(method.read(DOCUMENTS[:1]))
 
 
 def test_controls_differ_from_the_scorers_selection_and_have_as_many_states(dodo):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dodo.errors import InputError
-from dodo.evaluation.report import SECTIONS, read_results, write_figures, write_report
+from dodo.evaluation.report import SECTIONS, _states, read_results, write_figures, write_report
 
 SETTINGS = {"base": "tiny", "adapters": "trained", "adapter fingerprint": "0123456789", "data": ["texts.jsonl"]}
 
@@ -61,6 +61,28 @@ def test_figures_are_drawn_where_there_are_numbers(results: Path, tmp_path: Path
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in made)
     write_report(read_results(results), tmp_path / "docs" / "results.md", made)
     assert "(figures/squad.states.png)" in (tmp_path / "docs" / "results.md").read_text()
+
+
+def test_all_methods_with_states_share_a_figure_and_each_has_a_look_of_its_own(tmp_path: Path) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    for i in range(13):
+        values = {"n": 8, "accuracy": i / 13, "standard error": 0.0625, "states each": 10.0}
+        put(tmp_path, f"squad-{i}", "squad", f"method {i:02}", 5.0, {"all": values})
+    axes = figure.subplots()
+    assert _states(axes, read_results(tmp_path)["squad"], "accuracy", "share right")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [f"method {i:02}" for i in range(13)]
+    looks = {(line[0].get_color(), line[0].get_marker(), line[0].get_linestyle()) for line in axes.containers}
+    assert len(looks) == 13
+
+
+def test_a_peers_row_names_no_adapters(tmp_path: Path) -> None:
+    values = {"n": 8, "accuracy": 0.5, "standard error": 0.0625, "states each": 10.0}
+    put(tmp_path, "peer", "squad", "kvpress-knorm", 5.0, {"all": values}, **{"versions of the peer": {"kvpress": "0.5.5"}})
+    write_report(read_results(tmp_path), tmp_path / "page.md")
+    row = "| kvpress-knorm | 5 | texts.jsonl | all | 8 | 10.0 | 0.500 ± 0.062 | tiny |  | abcdef0 |"
+    text = (tmp_path / "page.md").read_text()
+    assert row in text
+    assert "kvpress and LLMLingua drop states" in text
 
 
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:

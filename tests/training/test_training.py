@@ -103,7 +103,9 @@ def test_a_folder_with_a_run_is_not_overwritten(recipe_file: Path, tmp_path: Pat
         train(load_recipe(recipe_file), tmp_path / "none", resume=True, progress=False)
 
 
-@pytest.mark.parametrize("setting", ["running.stesp=3", "optimiser.lr=1", "running.steps=many", "mixture.ratio.low=0"])
+@pytest.mark.parametrize(
+    "setting", ["running.stesp=3", "running.strategy=fsdp", "optimiser.lr=1", "running.steps=many", "mixture.ratio.low=0"]
+)
 def test_unknown_keys_and_wrong_values_are_refused(recipe_file: Path, setting: str) -> None:
     with pytest.raises(InputError):
         load_recipe(recipe_file, [setting])
@@ -122,7 +124,7 @@ def test_lengths_beyond_the_window_are_refused_before_the_first_step(recipe_file
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("setting", ["running.accelerator=gpu", "running.strategy=nonsense"])
+@pytest.mark.parametrize("setting", ["running.accelerator=gpu", "running.strategy=deepspeed_stage_2"])
 def test_what_the_machine_can_not_run_is_named(recipe_file: Path, tmp_path: Path, setting: str) -> None:
     with pytest.raises(InputError, match="this machine can't run"):
         train(load_recipe(recipe_file, [setting]), tmp_path / "run", progress=False)
@@ -244,6 +246,38 @@ def test_two_processes_equal_accumulation_in_one(recipe_file: Path, tmp_path: Pa
         torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3, msg=name)
     resumed = subprocess.run([*command, "--resume", "--set=running.steps=3"], capture_output=True, text=True, timeout=300)
     assert resumed.returncode == 0, resumed.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_deepspeed_on_two_processes_equals_accumulation_in_one_and_resumes(recipe_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="needs deepspeed")
+    # DeepSpeed clips adapters and scorer together
+    settings = ["optimizer.clip=1e9", "optimizer.shape=constant", "optimizer.warmup=1", "optimizer.period=1"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    whole = train(load_recipe(recipe_file, [*settings, "running.steps=4", "running.accumulate=2"]), one, progress=False)
+    script = Path(__file__).parents[1] / "standins" / "deepspeed_on_cpu.py"
+    settings += ["running.devices=2", "running.strategy=deepspeed_stage_2"]
+    command = [sys.executable, str(script), "train", str(recipe_file), "--out", str(two), "--json"]
+    command += [f"--set={setting}" for setting in settings]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    for more in (["--set=running.steps=2"], ["--set=running.steps=4", "--resume"]):
+        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert (json.loads(done.stdout)["steps"], json.loads(done.stdout)["tokens"]) == (4, whole.tokens)
+    a, b = (Dodo.from_pretrained(folder / "last").compressor.named_parameters() for folder in (one, two))
+    for (name, p), (_, q) in zip(a, b, strict=True):
+        torch.testing.assert_close(p, q, atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_a_run_that_is_resumed_with_a_later_end_equals_one_that_had_it_from_the_start(recipe_file: Path, tmp_path: Path) -> None:
+    settings = ["optimizer.shape=constant", "optimizer.warmup=1", "optimizer.period=1"]
+    train(load_recipe(recipe_file, [*settings, "running.steps=4"]), tmp_path / "whole", progress=False)
+    for steps, resume in ((2, False), (4, True)):
+        recipe = load_recipe(recipe_file, [*settings, f"running.steps={steps}"])
+        train(recipe, tmp_path / "parts", resume=resume, progress=False)
+    a, b = _trained(tmp_path / "whole"), _trained(tmp_path / "parts")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=0, rtol=0, msg=name)
 
 
 # -- the loss

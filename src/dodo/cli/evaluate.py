@@ -10,16 +10,22 @@ import click
 from dodo.cli.options import json_option, load_model, model_options, note_fresh, ratio_value
 from dodo.cli.terminal import counter, echo_json, table
 
-__all__ = ["TASKS", "command"]
+__all__ = ["PEERS", "TASKS", "command"]
+
+PEERS = (
+    *(f"kvpress-{press}" for press in ("expected-attention", "knorm", "kvzip", "snapkv", "streaming-llm", "tova")),
+    "llmlingua",
+)
+"""Methods that run in an environment of their own."""
 
 TASKS = {
-    "autoencoding": ("dodo", "stride", "random"),
-    "multilingual": ("dodo", "stride", "random"),
+    "autoencoding": ("dodo", "stride", "random", "icae"),
+    "multilingual": ("dodo", "stride", "random", "icae"),
     "delimiters": ("dodo", "stride", "random"),
     "optimal-selection": ("dodo", "stride", "random"),
     "efficiency": ("dodo",),
-    "squad": ("dodo", "stride", "random", "full", "nodoc", "lmsumm", "truncate"),
-    "summarization": ("dodo", "stride", "random", "full", "nodoc", "lmsumm", "truncate"),
+    "squad": ("dodo", "stride", "random", "icae", "full", "nodoc", "lmsumm", "truncate", *PEERS),
+    "summarization": ("dodo", "stride", "random", "icae", "full", "nodoc", "lmsumm", "truncate", *PEERS),
     "perplexity": ("dodo", "top-k", "stride", "compressive", "full", "theta"),
     "endless": ("dodo", "window", "full"),
 }
@@ -32,6 +38,7 @@ Examples:
   dodo evaluate autoencoding --data heldout.jsonl.xz --ratio 5 --limit 50
   dodo evaluate squad --data squad-dev.jsonl.xz --ratio 5 --limit 400
   dodo evaluate squad --data squad-dev.jsonl.xz --method full --limit 400
+  dodo evaluate squad --data squad-dev.jsonl.xz --method kvpress-snapkv --ratio 5 --limit 400
   dodo evaluate perplexity --data wiki.test.tokens --method compressive --states 64
 """
 )
@@ -41,8 +48,9 @@ Examples:
     type=click.Choice(list(dict.fromkeys(name for names in TASKS.values() for name in names))),
     default="dodo",
     show_default=True,
-    help="dodo; the same adapters with a stride or random selection; the base with the whole text (full), no text, a summary by "
-    "itself (lmsumm), or the text's end. "
+    help="dodo; the same adapters with a stride or random selection; memory tokens, which need adapters of their own (icae); "
+    "the base with the whole text (full), no text, a summary by itself (lmsumm), or the text's end; or a peer on the same base "
+    "(kvpress-*, llmlingua: see --peers-python). "
     "In perplexity: dodo (by thresholds), top-k, stride, compressive (means), and the last states alone: full (base), theta. "
     "In endless: dodo (by thresholds), the latest states alone (window), the base with everything (full).",
 )
@@ -73,6 +81,12 @@ Examples:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Which items are drawn.")
 @click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Items at a time.")
 @click.option("--examples", type=click.IntRange(min=0), default=0, show_default=True, help="Documents shown in the record.")
+@click.option(
+    "--peers-python",
+    type=click.Path(path_type=Path),
+    metavar="F",
+    help="Python of the peers' environment. [default: $DODO_PEERS_PYTHON, or what make peers made: .venv-peers/bin/python]",
+)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The record. [default: results/TASK-METHOD-rR.json]")
 @model_options
 @json_option
@@ -88,6 +102,7 @@ def command(
     seed: int,
     batch: int,
     examples: int,
+    peers_python: Path | None,
     out: Path | None,
     model: str,
     device: str | None,
@@ -110,10 +125,15 @@ def command(
     The record, a JSON file, has what is needed to judge and to repeat the measurement. A stopped one goes on where it was.
     """
     _check(task, method, ratio, lengths, states, segment, examples)
+    if peers_python is not None and method not in PEERS:
+        raise click.UsageError(f"--peers-python {peers_python}: has no effect on {method}; leave it out")
     try:
+        from dodo.evaluation.peers import find_python
         from dodo.evaluation.run import evaluate
     except ImportError as error:
         raise click.ClickException(f"evaluating needs {error.name}: pip install 'dodo-lm[evaluate]'") from None
+    if method in PEERS:
+        find_python(peers_python)  # before the model is loaded
     dodo, _ = load_model(model, device, dtype)
     if method in ("dodo", "top-k", "stride", "random", "compressive", "theta"):
         note_fresh(dodo)
@@ -136,6 +156,7 @@ def command(
             out=out,
             examples=examples,
             command=shlex.join(["dodo", *sys.argv[1:]]),
+            peers_python=peers_python,
             progress=progress,
         )
     if as_json:

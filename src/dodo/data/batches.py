@@ -25,7 +25,7 @@ __all__ = ["Batch", "Draw", "Objective", "QuestionSource", "TextSource", "draw_s
 Objective = Literal["autoencoding", "recall", "continuation", "question", "distillation", "autoregressive"]
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: Lightning's DeepSpeed refuses to pass on a frozen one
 class Batch:
     """What one forward and backward pass needs.
 

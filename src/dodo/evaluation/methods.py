@@ -1,12 +1,14 @@
-"""Ways to hold a document: compressed by Dodo, whole, summarised, cut off, or not at all. Paper: Section 6 (methods).
+"""Ways to hold a document: compressed by Dodo, in ICAE's memory, whole, summarised, cut off, or not at all.
 
-A method reads documents, and then writes text after them. What it holds between the two is counted in states: positions with
-keys and values in every layer.
+Paper: Section 4.1 (ICAE), Section 6 (the others). A method reads documents, and then writes text after them. What it holds
+between the two is counted in states: positions with keys and values in every layer; of ICAE memory slots, which become such
+positions when they are decoded.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,12 +17,13 @@ from torch import Tensor
 from dodo.architecture import logits_of
 from dodo.errors import InputError
 from dodo.generation import pad_rows
+from dodo.icae import Icae
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
 from dodo.prompts import SHORTEN, chat_turn
 from dodo.selection import count_nuggets, stride
 
-__all__ = ["METHODS", "Compressed", "Held", "Method", "Summarized", "Whole", "make_method"]
+__all__ = ["METHODS", "Compressed", "Held", "Memorized", "Method", "Summarized", "Whole", "make_method", "own_ids"]
 
 Choice = Literal["scorer", "stride", "random"]
 
@@ -29,10 +32,10 @@ Choice = Literal["scorer", "stride", "random"]
 class Held:
     """Documents as a method holds them.
 
-    states: of each document. tokens: of each document. what: the method's own.
+    states: of each document; not whole where heads hold different numbers. tokens: of each document. what: the method's own.
     """
 
-    states: list[int]
+    states: Sequence[float]
     tokens: list[int]
     what: Any
 
@@ -105,17 +108,11 @@ class Compressed:
         made = self.dodo.reconstruct(held.what)
         return [made] if isinstance(made, str) else made
 
-    @torch.no_grad()
     def nats(self, held: Held, documents: Sequence[str]) -> list[tuple[float, int]]:
-        compressor = self.dodo.compressor
-        rows = [self.own_ids(text) for text in documents]
-        ids, mask = pad_rows(rows, 0, left=False, device=self.dodo.device)
-        states = compressor.decode(held.what, ids[:, :-1], mask[:, :-1], soft_token=True, states=True)
-        found = []
-        for row, target, real in zip(states, ids, mask.bool(), strict=True):
-            logits = logits_of(compressor.base, row[real])
-            found.append((float(torch.nn.functional.cross_entropy(logits, target[real], reduction="sum")), int(real.sum())))
-        return found
+        def decode(ids: Tensor, mask: Tensor) -> Tensor:
+            return self.dodo.compressor.decode(held.what, ids, mask, soft_token=True, states=True)
+
+        return _rebuilding_nats(self.dodo, documents, decode)
 
     def selected(self, held: Held) -> list[list[int]]:
         nuggets: Nuggets = held.what
@@ -123,14 +120,71 @@ class Compressed:
         return [ids[mask][sinks:].tolist() for ids, mask, sinks in rows]
 
     def tokens_of(self, text: str | Sequence[int]) -> list[str]:
-        ids = self.own_ids(text) if isinstance(text, str) else text
+        ids = own_ids(self.dodo, text) if isinstance(text, str) else text
         return [str(self.dodo.tokenizer.decode([i], clean_up_tokenization_spaces=False)) for i in ids]
 
-    def own_ids(self, text: str) -> list[int]:
-        """Without a BOS token."""
+
+class Memorized:
+    """ICAE: memory slots, as many as Dodo would have nuggets, or all where the adapters were trained so.
+
+    Raises:
+        InputError: the adapters have no memory tokens.
+    """
+
+    name = "icae"
+
+    def __init__(self, dodo: Dodo, *, ratio: float) -> None:
+        self.dodo, self.ratio, self.icae = dodo, ratio, Icae(dodo.compressor)
+
+    @torch.no_grad()
+    def read(self, documents: Sequence[str]) -> Held:
+        rows = [self.dodo.document_ids(text) for text in documents]
+        ids, mask = pad_rows(rows, 0, left=False, device=self.dodo.device)
+        memory = self.icae.encode(ids, mask, slots=self.icae.slots(mask, ratio=self.ratio))
+        return Held(memory.counts.tolist(), [len(row) for row in rows], memory)
+
+    def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int) -> list[str]:
         tokenizer = self.dodo.tokenizer
-        ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-        return ids
+        turns = [chat_turn(tokenizer, request) for request in requests]
+        prompts = [tokenizer(turn, add_special_tokens=False, verbose=False)["input_ids"] for turn in turns]
+        return self._write(held, prompts, max_new_tokens)
+
+    def rebuild(self, held: Held) -> list[str]:
+        return self._write(held, None, max(held.tokens) + 1)
+
+    def _write(self, held: Held, prompts: list[list[int]] | None, max_new_tokens: int) -> list[str]:
+        made = self.icae.generate_ids(held.what, prompts, max_new_tokens=max_new_tokens)
+        decode = self.dodo.tokenizer.decode
+        return [str(decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)) for ids in made]
+
+    def nats(self, held: Held, documents: Sequence[str]) -> list[tuple[float, int]]:
+        def decode(ids: Tensor, mask: Tensor) -> Tensor:
+            return self.icae.decode(held.what, ids, mask, soft_token=True)
+
+        return _rebuilding_nats(self.dodo, documents, decode)
+
+    def selected(self, held: Held) -> list[list[int]]:
+        raise InputError("method 'icae' selects no tokens")
+
+    def tokens_of(self, text: str | Sequence[int]) -> list[str]:
+        raise InputError("method 'icae' selects no tokens")
+
+
+@torch.no_grad()
+def _rebuilding_nats(dodo: Dodo, documents: Sequence[str], decode: Callable[[Tensor, Tensor], Tensor]) -> list[tuple[float, int]]:
+    """See `Method.nats`. `decode` takes ids and mask [B, M - 1] and gives states [B, M, d], the soft token's first."""
+    ids, mask = pad_rows([own_ids(dodo, text) for text in documents], 0, left=False, device=dodo.device)
+    found = []
+    for row, target, real in zip(decode(ids[:, :-1], mask[:, :-1]), ids, mask.bool(), strict=True):
+        logits = logits_of(dodo.compressor.base, row[real])
+        found.append((float(torch.nn.functional.cross_entropy(logits, target[real], reduction="sum")), int(real.sum())))
+    return found
+
+
+def own_ids(dodo: Dodo, text: str) -> list[int]:
+    """Of a text without a BOS token."""
+    ids: list[int] = dodo.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    return ids
 
 
 class Whole:
@@ -207,6 +261,7 @@ METHODS: dict[str, Callable[[Dodo, float], Method]] = {
     "dodo": lambda dodo, ratio: Compressed(dodo, ratio=ratio),
     "stride": lambda dodo, ratio: Compressed(dodo, ratio=ratio, choice="stride"),
     "random": lambda dodo, ratio: Compressed(dodo, ratio=ratio, choice="random"),
+    "icae": lambda dodo, ratio: Memorized(dodo, ratio=ratio),
     "full": lambda dodo, ratio: Whole(dodo, name="full"),
     "nodoc": lambda dodo, ratio: Whole(dodo, name="nodoc", ratio=float("inf")),
     "lmsumm": lambda dodo, ratio: Summarized(dodo, ratio=ratio),
@@ -215,12 +270,22 @@ METHODS: dict[str, Callable[[Dodo, float], Method]] = {
 """By name: from a model and a ratio."""
 
 
-def make_method(name: str, dodo: Dodo, ratio: float) -> Method:
+def make_method(name: str, dodo: Dodo, ratio: float, *, peers_python: Path | None = None) -> Method:
     """A method by its name.
 
+    Args:
+        name: of `METHODS`, or of `peers.PEERS`.
+        dodo: base and adapters.
+        ratio: tokens per state.
+        peers_python: see `peers.find_python`.
+
     Raises:
-        InputError: there is none of that name.
+        InputError: there is none of that name, or a peer does not start.
     """
+    from dodo.evaluation.peers import PEERS, make_peer  # they build on this module
+
+    if name in PEERS:
+        return make_peer(name, dodo, ratio, python=peers_python)
     if name not in METHODS:
-        raise InputError(f"there is no method {name!r}; methods are {', '.join(METHODS)}")
+        raise InputError(f"there is no method {name!r}; methods are {', '.join((*METHODS, *PEERS))}")
     return METHODS[name](dodo, ratio)

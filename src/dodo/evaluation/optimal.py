@@ -24,7 +24,7 @@ from dodo.architecture import logits_of
 from dodo.compressor import Compressor
 from dodo.data.reading import read_records, resolve, text_field
 from dodo.errors import InputError
-from dodo.evaluation.methods import Compressed, Method
+from dodo.evaluation.methods import Compressed, Method, own_ids
 from dodo.evaluation.scoring import perplexity
 from dodo.evaluation.tasks import Item, Task, windows
 from dodo.nuggets import Nuggets
@@ -60,7 +60,7 @@ class OptimalSelection(Task):
     def _search(self, method: Compressed, text: str) -> dict[str, Any]:
         dodo = method.dodo
         ids = dodo.document_ids(text)
-        first = len(ids) - len(method.own_ids(text))  # a BOS token is not one of the text's
+        first = len(ids) - len(own_ids(dodo, text))  # a BOS token is not one of the text's
         document, behind = torch.tensor([ids[: first + ENCODED]]), torch.tensor(ids[first + ENCODED :][: WHOLE + SCORED])
         document, behind = document.to(dodo.device), behind.to(dodo.device)
         chosen = method.encode(document, torch.ones_like(document)).indices[0]

@@ -14,8 +14,8 @@ PACKAGES = ("dodo-lm", "torch", "transformers", "peft", "safetensors", "sacreble
 _CODE = (":(top)", ":(top,exclude)results", ":(top,exclude)docs")
 
 
-def about_machine() -> dict[str, Any]:
-    """Processor, accelerator and versions."""
+def about_machine(peer: dict[str, str] | None = None) -> dict[str, Any]:
+    """Processor, accelerator and versions; those of a peer that runs in an environment of its own beside them."""
     import torch
 
     return {
@@ -25,6 +25,7 @@ def about_machine() -> dict[str, Any]:
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
         "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := _version(p))}},
+        **({"versions of the peer": peer} if peer else {}),
     }
 
 

@@ -1,6 +1,6 @@
 """The page of results: a table for each task out of the records, the paper's numbers beside them, and the figures.
 
-Paper: Tables 1, 3, 4 and 6, Figures 4 and 5. No number of ours is typed; the paper's are, below, with the model they are of.
+Paper: Tables 1, 3, 4 and 6, Figures 4, 5 and 7. No number of ours is typed; the paper's are, below, with the model they are of.
 """
 
 import json
@@ -8,13 +8,19 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dodo.errors import InputError
 
-__all__ = ["Section", "read_results", "write_figures", "write_report"]
+if TYPE_CHECKING:
+    from dodo.model import Dodo
+
+__all__ = ["PASSAGE", "Section", "draw_passage", "read_results", "write_figures", "write_report"]
 
 Record = dict[str, Any]
+
+PASSAGE = "passage.png"
+"""Figure 7, among the figures."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,11 @@ class Section:
 _SMALL = (
     "The paper's base has 7 billion parameters, this one 135 million; the card of its adapters says on how many tokens they were "
     "trained."
+)
+
+_PEERS = (
+    "kvpress and LLMLingua drop states or words of the base itself, which was never trained to do without; their states are "
+    "means over heads and layers."
 )
 
 SECTIONS: dict[str, Section] = {
@@ -182,6 +193,11 @@ def write_report(results: dict[str, list[Record]], page: Path, figures: Sequence
         if section.paper:
             lines += ["In the paper:", "", *_rows(section.head, section.paper), ""]
         lines += [section.apart, ""] if section.apart else []
+        lines += [_PEERS, ""] if any("versions of the peer" in record for record in records) else []
+    for passage in (figure for figure in figures if figure.name == PASSAGE):
+        lines += ["## A passage and its nuggets (Figure 7)", ""]
+        lines += [f"![A passage and its nuggets]({passage.relative_to(page.parent).as_posix()})", ""]
+        lines += ["On green: the nuggets. Darker: higher score. In the paper mostly punctuation and the ends of phrases.", ""]
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(lines), encoding="utf-8")
 
@@ -191,7 +207,8 @@ def _table(section: Section, records: Sequence[Record]) -> list[str]:
     for record in records:
         settings = record["settings"]
         data = ", ".join(settings["data"])
-        made_with = "" if settings["ratio"] is None else f"{settings['adapters']} {str(settings['adapter fingerprint'])[:8]}"
+        own = settings["ratio"] is not None and "versions of the peer" not in record
+        made_with = "" if not own else f"{settings['adapters']} {str(settings['adapter fingerprint'])[:8]}"
         where = (settings["method"], "" if settings["ratio"] is None else f"{settings['ratio']:g}", data)
         for group, values in record["measured"].items():
             if not any(name in values for name in section.columns.values()):
@@ -223,6 +240,29 @@ def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 # -- figures
 
 
+def draw_passage(dodo: "Dodo", text: str, folder: Path, *, title: str, ratio: float = 10.0) -> Path:
+    """Figure 7: a text, its tokens shaded by score, its nuggets on green.
+
+    Args:
+        dodo: whose scorer is shown.
+        text: about a page at most.
+        folder: of the figures; it is made.
+        title: above the text.
+        ratio: tokens per nugget.
+
+    Raises:
+        InputError: see `inspect_text` and `to_png`.
+    """
+    from dodo.inspection import inspect_text
+    from dodo.inspection_png import to_png
+
+    picture = to_png(inspect_text(dodo, text, ratio=ratio), title=title)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / PASSAGE
+    path.write_bytes(picture)
+    return path
+
+
 def write_figures(results: dict[str, list[Record]], folder: Path) -> list[Path]:
     """Figure 4's boxes, Figure 5's bars, and quality beside states held; those that the records have numbers for.
 
@@ -237,6 +277,7 @@ def write_figures(results: dict[str, list[Record]], folder: Path) -> list[Path]:
         "autoencoding.boxes": ("autoencoding", _boxes),
         "autoencoding.states": ("autoencoding", lambda axes, records: _states(axes, records, "bleu", "BLEU")),
         "squad.states": ("squad", lambda axes, records: _states(axes, records, "accuracy", "share right")),
+        "summarization.states": ("summarization", lambda axes, records: _states(axes, records, "rougeL", "ROUGE-L")),
         "delimiters.bars": ("delimiters", _bars),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -270,20 +311,22 @@ def _boxes(axes: Any, records: Sequence[Record]) -> bool:
 
 
 def _states(axes: Any, records: Sequence[Record], value: str, title: str) -> bool:
+    """Quality against states held, a line for each method and group."""
     lines: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
     for record in records:
         for group, values in record["measured"].items():
             if value in values and values.get("states each") is not None:
                 error = values.get(SECTIONS[record["settings"]["task"]].error(value)) or 0.0
                 lines[record["settings"]["method"], group].append((values["states each"], values[value], error))
-    for (method, group), points in lines.items():
+    for i, ((method, group), points) in enumerate(lines.items()):
         x, y, error = zip(*sorted(points), strict=True)
         label = method if group == "all" else f"{method}, {group}"
-        axes.errorbar(x, y, yerr=error, marker="o", markersize=4, capsize=2, label=label)
+        look = {"color": f"C{i % 10}", "marker": "osD^v"[i // 10 % 5], "linestyle": ("-", "--", ":")[i // 10 % 3]}
+        axes.errorbar(x, y, yerr=error, markersize=4, capsize=2, label=label, **look)
     axes.set_xlabel("states held of a document, on average")
     axes.set_ylabel(title)
-    if lines:
-        axes.legend(fontsize="small")
+    if lines:  # beside the lines: there may be a dozen methods
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
     return bool(lines)
 
 

@@ -36,6 +36,7 @@ def evaluate(
     out: Path,
     examples: int = 0,
     command: str = "",
+    peers_python: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Measure one method on one task, and write the record.
@@ -43,7 +44,8 @@ def evaluate(
     Args:
         dodo: base and adapters.
         task: autoencoding, multilingual, delimiters, optimal-selection, efficiency, squad, summarization, perplexity or endless.
-        method: see `methods.METHODS`, for perplexity `language_models.LANGUAGE_MODELS`, for endless `endless.READERS`.
+        method: see `methods.METHODS` and `peers.PEERS`; for perplexity `language_models.LANGUAGE_MODELS`, for endless
+            `endless.READERS`.
         ratio: tokens per nugget; None: the configured one, for perplexity and endless the paper's 10.
         sources: files, patterns or `hf:` ids.
         lengths: of the texts of autoencoding, delimiters and efficiency, in tokens; none: the task's own.
@@ -56,6 +58,7 @@ def evaluate(
         out: the record, a JSON file. Beside it, until the end, `*.part.jsonl` holds what is done.
         examples: how many documents and what was made of them the record shows; mind the data's licence.
         command: what a person types to do it again.
+        peers_python: of the environment that peers run in; see `peers.find_python`.
         progress: told the items done and the items in all.
 
     Raises:
@@ -76,7 +79,7 @@ def evaluate(
         items = measuring.items(sources, limit, seed)
     else:
         ratio = dodo.config.ratio if ratio is None else ratio
-        how = make_method(method, dodo, ratio)
+        how = make_method(method, dodo, ratio, peers_python=peers_python)
         measuring = _measuring(task, lengths)
         items = measuring.items(sources, dodo.tokenizer, limit, seed)
     settings = {
@@ -124,7 +127,7 @@ def evaluate(
         "settings": settings,
         "measured": measuring.measure(items, made),
         "seconds": round(seconds, 1),
-        **about_machine(),
+        **about_machine(getattr(how, "versions", None)),
         "each": measuring.each(items, made),
         "examples": [_example(item, made[item.key]) for item in items[:examples]],
     }

@@ -3,6 +3,7 @@
 import csv
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -60,8 +61,8 @@ class TrainingLog(_EachStep):
             self._sums[f"{key}/{module.last['objective']}"].append(module.last[key])
 
     def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
-        self._sums["norm/adapters"].append(module.gradient_norms[0])
-        self._sums["norm/scorer"].append(module.gradient_norms[1])
+        for name, norm in module.gradient_norms.items():
+            self._sums[f"norm/{name}"].append(norm)
         if step % self._every:
             return
         seconds = time.perf_counter() - self._start
@@ -128,12 +129,13 @@ class Validation(_EachStep):
             trainer.should_stop = True
 
     def _measured(self, module: Any, step: int) -> dict[str, float]:
-        ways: tuple[Way, ...] = ("pooled",) if self._recipe.model == "compressive" else ("scorer", "stride")
+        own: dict[str, tuple[Way, ...]] = {"compressive": ("pooled",), "icae": ("memory",)}
+        ways = own.get(self._recipe.model, ("scorer", "stride"))
         row = validate(module.dodo, self._batches, ways)
         first = next(iter(self._batches))
         if self._recipe.running.reconstruct and self._batches[first].objective == "autoencoding":
-            made = rebuild(module.dodo, self._batches[first], texts=self._recipe.running.reconstruct)
-            row[f"bleu/{first}/scorer"] = made.bleu
+            made = rebuild(module.dodo, self._batches[first], texts=self._recipe.running.reconstruct, way=ways[0])
+            row[f"bleu/{first}/{ways[0]}"] = made.bleu
             with open(self._folder / "samples.txt", "a", encoding="utf-8") as out:
                 out.write(f"== step {step}, {first}, BLEU {made.bleu:.1f}\n")
                 out.writelines(f"-- {a!r}\n++ {b!r}\n" for a, b in list(zip(made.texts, made.rebuilt, strict=True))[:3])
@@ -175,10 +177,19 @@ class Checkpoints(_EachStep):
             module.save_adapters(self._folder / "last")
 
     def _save(self, trainer: Trainer) -> None:
-        part = self._folder / "last.ckpt.part"
-        trainer.save_checkpoint(part)
-        if trainer.is_global_zero:
-            os.replace(part, self._folder / "last.ckpt")
+        part, last = self._folder / "last.ckpt.part", self._folder / "last.ckpt"
+        if part.is_dir() and trainer.is_global_zero:
+            shutil.rmtree(part)
+        trainer.save_checkpoint(part)  # a folder, where the processes hold a part each
+        if not trainer.is_global_zero:
+            return
+        if last.is_dir():
+            before = self._folder / "last.ckpt.before"
+            os.replace(last, before)
+            os.replace(part, last)
+            shutil.rmtree(before)
+        else:
+            os.replace(part, last)
 
 
 class Progress(_EachStep):

@@ -78,6 +78,8 @@ def way_at(recipe: Recipe, number: int) -> Way:
     """How the tokens of batch `number` are selected."""
     if recipe.model == "compressive":
         return "pooled"
+    if recipe.model == "icae":
+        return "memory"
     begin, end = recipe.selection.handover
     step = number // recipe.running.batches_per_step
     share = 1.0 if step >= end else 0.0 if step < begin else (step - begin) / (end - begin)

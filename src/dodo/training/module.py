@@ -58,6 +58,7 @@ class TrainingModule(LightningModule):
         self.compressor = dodo.compressor
         self.recipe, self.folder, self.sample = recipe, folder, sample
         self.tokens_seen = 0
+        self.gradient_norms: dict[str, float] = {}
 
     # -- the step
 
@@ -84,10 +85,12 @@ class TrainingModule(LightningModule):
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """The adapters' gradient and the scorer's are clipped apart: the one would drown the other."""
-        norms = [torch.nn.utils.clip_grad_norm_(g["params"], self.recipe.optimizer.clip) for g in optimizer.param_groups]
-        if not all(math.isfinite(float(norm)) for norm in norms):
+        clip = self.recipe.optimizer.clip
+        self.gradient_norms = {
+            g["name"]: float(torch.nn.utils.clip_grad_norm_(g["params"], clip)) for g in optimizer.param_groups
+        }
+        if not all(math.isfinite(norm) for norm in self.gradient_norms.values()):
             self._stop_for_nan(self._batch, "a gradient")
-        self.gradient_norms = [float(norm) for norm in norms]
 
     def _stop_for_nan(self, batch: Batch, what: str) -> None:
         path = self.folder / f"nan-batch-{batch.number}.pt"
@@ -97,9 +100,11 @@ class TrainingModule(LightningModule):
     # -- optimiser
 
     def parameter_groups(self) -> dict[str, list[torch.nn.Parameter]]:
-        """Adapters with soft token, and scorer."""
+        """Adapters with soft token and memory tokens, and scorer."""
+        memory = self.compressor.memory
+        others = [self.compressor.soft_token, *([] if memory is None else [memory.embeddings])]
         return {
-            "adapters": [*self.compressor.adapters.parameters(), self.compressor.soft_token],
+            "adapters": [*self.compressor.adapters.parameters(), *others],
             "scorer": list(self.compressor.scorer.parameters()),
         }
 
@@ -110,6 +115,13 @@ class TrainingModule(LightningModule):
         optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, settings, self.recipe.running.steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        """The rate of a run that was taken up again with another end is that of the new one from its first step on."""
+        factor = rate_at(self.global_step, self.recipe.optimizer, self.recipe.running.steps)
+        schedule: Any = self.lr_schedulers()
+        for group, rate in zip(self.trainer.optimizers[0].param_groups, schedule.base_lrs, strict=True):
+            group["lr"] = rate * factor
 
     # -- checkpoints
 

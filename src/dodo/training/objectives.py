@@ -20,15 +20,16 @@ from dodo.autoregressive import Autoregressive
 from dodo.compressive import Compressive
 from dodo.compressor import Compressor
 from dodo.data.batches import Batch
+from dodo.icae import Icae, Memory
 from dodo.nuggets import Nuggets
 from dodo.selection import stride
 from dodo.training.fused import linear_cross_entropy
 
-__all__ = ["Loss", "Way", "batch_loss", "encode", "select_rows"]
+__all__ = ["Loss", "Way", "batch_loss", "encode", "remember", "select_rows"]
 
-Way = Literal["scorer", "stride", "pooled"]
+Way = Literal["scorer", "stride", "pooled", "memory"]
 """How tokens are selected: as the configuration says; by a fixed stride, the control that a learned selection must beat; or not
-at all, where the past of an autoregressive LM is averaged (`Compressive`)."""
+at all, where the past of an autoregressive LM is averaged (`Compressive`) or memory tokens hold the text (`Icae`)."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,14 @@ def encode(compressor: Compressor, batch: Batch, way: Way = "scorer") -> Nuggets
     by = None if way == "scorer" else stride(batch.document_mask, ratio=batch.ratio, keep_first=compressor.config.keep_first)
     nuggets = compressor.encode(batch.documents, batch.document_mask, ratio=batch.ratio, select_by=by)
     return nuggets if batch.rows is None else select_rows(nuggets, batch.rows)
+
+
+def remember(compressor: Compressor, batch: Batch) -> Memory:
+    """The batch's documents as ICAE holds them, repeated for each question."""
+    icae = Icae(compressor)
+    slots = icae.slots(batch.document_mask, ratio=batch.ratio)
+    memory = icae.encode(batch.documents, batch.document_mask, slots=slots)
+    return memory if batch.rows is None else Memory(memory.states[batch.rows], memory.counts[batch.rows])
 
 
 def select_rows(nuggets: Nuggets, rows: Tensor) -> Nuggets:
@@ -79,11 +88,14 @@ def batch_loss(
         divisor: what the sum over tokens is divided by; None: the batch's own tokens (a mean).
         kl_weights: of forward and reverse KL, for distillation.
     """
+    soft = batch.objective == "autoencoding"
     if batch.objective == "autoregressive":
         states = _read_on(compressor, batch, way)
+    elif way == "memory":
+        memory = remember(compressor, batch)
+        states = Icae(compressor).decode(memory, batch.decoder, batch.decoder_mask, soft_token=soft)
     else:
         nuggets = encode(compressor, batch, way)
-        soft = batch.objective == "autoencoding"
         states = compressor.decode(nuggets, batch.decoder, batch.decoder_mask, soft_token=soft, states=True)
     counted = batch.targets != -100  # [B, M (+ 1)]
     targets_N = batch.targets[counted]

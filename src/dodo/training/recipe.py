@@ -18,7 +18,7 @@ from dodo.config import DodoConfig
 from dodo.data.batches import Draw, Objective
 from dodo.errors import InputError
 
-__all__ = ["Data", "Mixture", "Optimizer", "Recipe", "Running", "Selection", "load_recipe"]
+__all__ = ["Data", "Memory", "Mixture", "Optimizer", "Recipe", "Running", "Selection", "load_recipe"]
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,25 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Memory tokens of the baseline ICAE."""
+
+    tokens: int = 128
+    """M. Paper: Section 4.1."""
+    fixed: bool = True
+    """Every text gets all of them (paper); or, as many as it would get nuggets, tokens / ratio, at most all."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise InputError(f"memory.tokens is at least 1, not {self.tokens}")
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """AdamW, cosine with warm-up. Paper: Section 3."""
 
     lr: float = 1e-4
-    """Of LoRA and soft token."""
+    """Of LoRA, soft token and memory tokens."""
     scorer_lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-5
@@ -133,8 +147,9 @@ class Running:
     fused: bool = True
     checkpoint_gradients: bool = False
     devices: int = 1
-    strategy: str = "auto"
-    """Lightning's: auto, ddp, fsdp, deepspeed_stage_2."""
+    strategy: Literal["auto", "ddp", "deepspeed_stage_1", "deepspeed_stage_2"] = "auto"
+    """Lightning's. DeepSpeed is an extra; it clips adapters and scorer by one norm. What splits the base over devices (FSDP,
+    stage 3) is refused: the loss reads the output matrix outside of the base's own forward pass."""
     accelerator: str = "auto"
     validate_every: int = 500
     """Steps between validations."""
@@ -162,8 +177,9 @@ class Recipe:
 
     base: str
     name: str = "dodo"
-    model: Literal["dodo", "compressive"] = "dodo"
-    """What is trained: Dodo, or theta alone over means of the past, the baseline of Section 5.1."""
+    model: Literal["dodo", "compressive", "icae"] = "dodo"
+    """What is trained: Dodo; theta alone over means of the past, the baseline of Section 5.1; or memory tokens with phi, that of
+    Section 4.1."""
     start: str | None = None
     """Folder of adapters and scorer to start from; None: fresh ones."""
     start_with: Literal["all", "scorer"] = "all"
@@ -172,12 +188,17 @@ class Recipe:
     data: Data = field(default_factory=Data)
     mixture: Mixture = field(default_factory=Mixture)
     selection: Selection = field(default_factory=Selection)
+    memory: Memory = field(default_factory=Memory)
     optimizer: Optimizer = field(default_factory=Optimizer)
     running: Running = field(default_factory=Running)
 
     def __post_init__(self) -> None:
-        if self.model != "compressive":
-            return
+        if self.model == "compressive":
+            self._check_compressive()
+        if self.model == "icae" and (self.mixture.autoregressive or self.mixture.distillation or self.selection.warm_start):
+            raise InputError("ICAE is no language model and has no scorer: autoregressive, distillation and warm_start are 0")
+
+    def _check_compressive(self) -> None:
         ratio, others = self.mixture.ratio, [name for name in typing.get_args(Objective) if name != "autoregressive"]
         if ratio.low != ratio.high or ratio.low != int(ratio.low):
             raise InputError(

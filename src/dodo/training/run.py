@@ -22,12 +22,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from dodo.data.batches import Batch, Objective, QuestionSource, TextSource
 from dodo.data.shards import Shard, ShardKind, prepare, read_shard
 from dodo.errors import InputError
+from dodo.memory import MemoryTokens
 from dodo.model import Dodo
 from dodo.training.callbacks import Checkpoints, Progress, TrainingLog, Validation
 from dodo.training.fused import fused_lora
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import TrainingModule
-from dodo.training.recipe import Recipe, load_recipe
+from dodo.training.recipe import Recipe, Running, load_recipe
 from dodo.training.surprisal import learn_surprisal
 from dodo.training.validation import fixed_batches, question_batches
 
@@ -49,16 +50,16 @@ class Result:
 
 
 class _Endless(IterableDataset[Batch]):
-    """Batches from a number on, every world-th: no length, so that Lightning stops by steps alone."""
+    """One process's batches, from the trainer's step on: no length, so that Lightning stops by steps alone."""
 
-    def __init__(self, make: BatchMaker, first: int, world: int = 1) -> None:
-        self._make, self._first, self._world = make, first, world
+    def __init__(self, make: BatchMaker, trainer: Any, per_step: int) -> None:
+        self._make, self._trainer, self._per_step = make, trainer, per_step
 
     def __iter__(self) -> Iterator[Batch]:
-        number = self._first
+        number = self._trainer.global_step * self._per_step + self._trainer.global_rank  # a resumed run's step is known by now
         while True:
             yield self._make(number)
-            number += self._world
+            number += self._trainer.world_size
 
 
 def train(
@@ -121,18 +122,18 @@ def train(
                 limit_val_batches=0,
             )
         except (MisconfigurationException, RuntimeError, ImportError, ValueError) as error:
-            wanted = f"accelerator={running.accelerator}, devices={running.devices}, strategy={running.strategy}"
-            raise InputError(f"this machine can't run {wanted}: {str(error).strip().splitlines()[0]}") from None
-        done = 0
-        if checkpoint is not None:
-            done = int(torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"])
+            raise _cannot(running, error) from None
         maker = BatchMaker(recipe, text, questions)
         if checkpoint is None and recipe.selection.warm_start and trainer.is_global_zero:  # the others get its weights
             learn_surprisal(dodo.compressor, _texts_alone(recipe, text))
-        first = done * running.batches_per_step + trainer.global_rank
-        loader = DataLoader(_Endless(maker, first, trainer.world_size), batch_size=None)
+        loader = DataLoader(_Endless(maker, trainer, running.batches_per_step), batch_size=None)
         with fused_lora(dodo.compressor.base) if running.fused else nullcontext():
-            trainer.fit(module, loader, ckpt_path=None if checkpoint is None else str(checkpoint), weights_only=True)
+            try:
+                trainer.fit(module, loader, ckpt_path=None if checkpoint is None else str(checkpoint), weights_only=True)
+            except RuntimeError as error:
+                if "only supported on CUDA" in str(error):  # some strategies look at the device here only
+                    raise _cannot(running, error) from None
+                raise
     return Result(
         folder=str(folder),
         steps=trainer.global_step,
@@ -160,12 +161,27 @@ def load_for_training(recipe: Recipe) -> Dodo:
                 for name, parameter in dodo.compressor.named_parameters():
                     if name in fresh and not name.startswith("scorer."):
                         parameter.copy_(fresh[name])
+    _give_memory(recipe, dodo)
     if running.checkpoint_gradients:
         dodo.compressor.adapters.checkpoint_gradients()
     for parameter in dodo.compressor.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return dodo
+
+
+def _give_memory(recipe: Recipe, dodo: Dodo) -> None:
+    """Fresh memory tokens for ICAE, unless the adapters that it starts from have some; none for others."""
+    compressor, wanted = dodo.compressor, recipe.memory
+    if recipe.model != "icae":
+        compressor.memory = None
+    elif compressor.memory is None or recipe.start_with == "scorer":
+        compressor.memory = MemoryTokens.fresh(compressor.base, wanted.tokens, fixed=wanted.fixed, seed=recipe.config.seed)
+    elif (len(compressor.memory), compressor.memory.fixed) != (wanted.tokens, wanted.fixed):
+        raise InputError(
+            f"{recipe.start} has {len(compressor.memory)} memory tokens, fixed: {compressor.memory.fixed}; "
+            f"the recipe wants {wanted.tokens}, fixed: {wanted.fixed}"
+        )
 
 
 def _check_window(recipe: Recipe, window: int) -> None:
@@ -185,7 +201,7 @@ def _check_window(recipe: Recipe, window: int) -> None:
 
 def _sample(recipe: Recipe, text: TextSource | None) -> list[list[int]]:
     """Texts to estimate thresholds from: about sixteen thousand tokens."""
-    if text is None:
+    if text is None or recipe.model == "icae":  # which has no scorer
         return []
     length = min(512, text.longest)
     return text.autoencoding(16_384 // length, length, 1.0, np.random.default_rng((recipe.running.seed, 4))).documents.tolist()
@@ -201,11 +217,19 @@ def _texts_alone(recipe: Recipe, text: TextSource | None) -> list[Batch]:
     return [text.autoencoding(rows, length, 1.0, np.random.default_rng((seed, i, 2))) for i in range(recipe.selection.warm_start)]
 
 
+def _cannot(running: Running, error: Exception) -> InputError:
+    wanted = f"accelerator={running.accelerator}, devices={running.devices}, strategy={running.strategy}"
+    return InputError(f"this machine can't run {wanted}: {str(error).strip().splitlines()[0]}")
+
+
 def _strategy(name: str) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+
+    if name.startswith("deepspeed_stage_"):
+        stage = int(name.removeprefix("deepspeed_stage_"))
+        return DeepSpeedStrategy(stage=stage, logging_batch_size_per_gpu=1, exclude_frozen_parameters=True)
     if name != "ddp":
         return name
-    from lightning.pytorch.strategies import DDPStrategy
-
     return DDPStrategy(find_unused_parameters=True)  # phi ends at the last layer's keys; not every batch has the soft token
 
 
@@ -214,7 +238,7 @@ def _claim(folder: Path, recipe: Recipe, *, resume: bool) -> Path | None:
     record, last = folder / "recipe.yaml", folder / "last.ckpt"
     wanted = recipe.as_dict()
     if resume:
-        if not last.is_file():
+        if not last.exists():
             raise InputError(f"there is nothing to resume in {folder}: no last.ckpt")
         before = load_recipe(record).as_dict()
         differing = _differences(before, wanted)

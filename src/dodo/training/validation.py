@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from dodo.data.batches import Batch, QuestionSource, TextSource
+from dodo.icae import Icae
 from dodo.model import Dodo
-from dodo.training.objectives import Way, batch_loss, encode
+from dodo.training.objectives import Way, batch_loss, encode, remember
 from dodo.training.recipe import Mixture, Running
 
 __all__ = ["Rebuilt", "fixed_batches", "question_batches", "rebuild", "validate"]
@@ -88,9 +89,12 @@ def rebuild(dodo: Dodo, batch: Batch, *, texts: int, way: Way = "scorer") -> Reb
         document_mask=batch.document_mask[:texts],
         decoder=batch.decoder[:texts],
     )
-    dodo.stamp()  # the adapters have changed since
-    nuggets = dodo.adopt(encode(dodo.compressor, few, way))
-    new = dodo.generate_ids(nuggets, None, max_new_tokens=few.decoder.shape[1] + 1)
+    longest = few.decoder.shape[1] + 1
+    if way == "memory":
+        new = Icae(dodo.compressor).generate_ids(remember(dodo.compressor, few), None, max_new_tokens=longest)
+    else:
+        dodo.stamp()  # the adapters have changed since
+        new = dodo.generate_ids(dodo.adopt(encode(dodo.compressor, few, way)), None, max_new_tokens=longest)
     originals = dodo.tokenizer.batch_decode(few.decoder.tolist(), clean_up_tokenization_spaces=False)
     rebuilt = dodo.tokenizer.batch_decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Rebuilt(sacrebleu.corpus_bleu(rebuilt, [originals]).score, originals, rebuilt)

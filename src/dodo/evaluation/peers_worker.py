@@ -1,0 +1,201 @@
+"""Runs in the peers' environment (`make peers`), where dodo can't be imported: presses of kvpress, or LLMLingua, on a given base.
+
+Requests are lines of JSON on standard input, and each is answered with a line on standard output; ids are lists of integers:
+
+    {"do": "start", "method": name, "base": folder, "device": "cpu", "threads": 2}    {"versions": {package: version}}
+
+    a press:
+    {"do": "read", "before": ids, "documents": [ids, ...], "states": [k, ...]}        {"states": [number, ...], "held": number}
+    {"do": "reply", "held": number, "prompts": [ids, ...], "max_new_tokens": 64}      {"texts": [text, ...]}
+
+    LLMLingua:
+    {"do": "read", "documents": [text, ...], "states": [k, ...]}                      {"texts": [text, ...]}
+
+What goes wrong is answered with {"error": a line}.
+"""
+
+import copy
+import json
+import math
+import os
+import platform
+import sys
+from importlib.metadata import version
+from typing import Any
+
+__all__ = ["PRESSES", "Lingua", "Press", "main", "start"]
+
+PRESSES = ("expected-attention", "knorm", "kvzip", "snapkv", "streaming-llm", "tova")
+
+
+class Press:
+    """A base that reads documents through one of kvpress's presses.
+
+    States that stand before a document are kept and not counted. kvpress drops pairs of keys and values of single heads: `states`
+    is the mean over layers and heads.
+    """
+
+    def __init__(self, method: str, base: str, device: str) -> None:
+        import kvpress
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        if method not in PRESSES:
+            raise ValueError(f"there is no press {method!r}; presses are {', '.join(PRESSES)}")
+        self.method = method
+        self.model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto", attn_implementation="sdpa").to(device).eval()
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        self.pipeline = kvpress.KVPressTextGenerationPipeline(model=self.model, tokenizer=tokenizer, device=device)
+        self.attentions = [layer.self_attn for layer in self.model.model.layers]
+        self.number = 0
+        self.caches: list[tuple[Any, list[Any], int]] = []
+
+    def read(self, *, before: list[int], documents: list[list[int]], states: list[int]) -> dict[str, Any]:
+        """Compress documents; those of the read before are forgotten."""
+        self.caches, self.number = [], self.number + 1
+        held = [self._compress(before, ids, k) for ids, k in zip(documents, states, strict=True)]
+        return {"states": held, "held": self.number}
+
+    def reply(self, *, held: int, prompts: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
+        """Go on after each document, greedily."""
+        if held != self.number:
+            raise ValueError("other documents have been read since; a worker holds those that it read last")
+        texts = []
+        for (cache, masked, length), prompt in zip(self.caches, prompts, strict=True):
+            self._mask(masked)
+            # a copy: the answer is added to the cache, and masked keys are overwritten
+            texts.append(self._answer(copy.deepcopy(cache), length, prompt, max_new_tokens))
+        return {"texts": texts}
+
+    def _answer(self, cache: Any, length: int, prompt: list[int], max_new_tokens: int) -> str:
+        import torch
+
+        with torch.no_grad():
+            if self.method == "kvzip":  # it masks by a key that no query matches, and many queries leave none
+                for token in prompt[:-1]:
+                    place = torch.tensor([[length]], device=self.model.device)
+                    ids = torch.tensor([[token]], device=self.model.device)
+                    self.model(input_ids=ids, past_key_values=cache, position_ids=place, logits_to_keep=1)
+                    length += 1
+                prompt = prompt[-1:]
+            ids = torch.tensor([prompt], device=self.model.device)
+            return str(self.pipeline.generate_answer(ids, cache, length, max_new_tokens))
+
+    def _compress(self, before: list[int], document: list[int], k: int) -> float:
+        import torch
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        ids = torch.tensor([before + document], device=self.model.device)
+        self._mask([None] * len(self.attentions))
+        with torch.no_grad(), self._press(len(before), len(document), k)(self.model):
+            self.model.model(input_ids=ids, past_key_values=cache)
+        masked = [attention.masked_key_indices for attention in self.attentions]
+        self.caches.append((cache, masked, ids.shape[1]))
+        heads = sum(layer.keys.shape[1] for layer in cache.layers)
+        pairs = sum(layer.keys.shape[1] * layer.keys.shape[2] for layer in cache.layers)
+        dropped = sum(len(places[0]) for places in masked if places is not None)
+        states = (pairs - dropped) / heads - len(before)
+        return int(states) if states == int(states) else states
+
+    def _mask(self, masked: list[Any]) -> None:
+        """What KVzip drops stays in the cache, and the attention modules know what it is: of one document at a time."""
+        for attention, places in zip(self.attentions, masked, strict=True):
+            attention.masked_key_indices = places
+
+    def _press(self, first: int, tokens: int, k: int) -> Any:
+        import kvpress
+
+        share = 1 - (first + k + 0.5) / (first + tokens)  # presses keep int((first + tokens) * (1 - share))
+        ratio = {"compression_ratio": max(share, 0.0)}
+        if self.method == "kvzip":  # counts single heads, and drops int(pairs * share)
+            return kvpress.KVzipPress(compression_ratio=(tokens - k) / (first + tokens) + 1e-9 * (k < tokens), n_sink=first)
+        if self.method == "snapkv":  # its window of 64 is kept whole, which may be more than there is room for
+            press: Any = kvpress.SnapKVPress(window_size=max(1, min(64, k // 2)), **ratio)
+        elif self.method == "streaming-llm":
+            press = kvpress.StreamingLLMPress(n_sink=first, **ratio)
+        elif self.method == "expected-attention":
+            press = kvpress.ExpectedAttentionPress(n_sink=first, **ratio)
+        else:
+            press = {"knorm": kvpress.KnormPress, "tova": kvpress.TOVAPress}[self.method](**ratio)
+        score = press.score
+
+        def keeping_first(*arguments: Any, **more: Any) -> Any:
+            scores = score(*arguments, **more).clone()
+            scores[..., :first] = float("inf")
+            return scores
+
+        press.score = keeping_first
+        return press
+
+
+class Lingua:
+    """LLMLingua with the base as its small model."""
+
+    def __init__(self, method: str, base: str, device: str) -> None:
+        import tiktoken
+        from transformers import AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(base)
+        tiktoken.encoding_for_model = lambda name: self.tokenizer  # GPT's, with which it counts for its bill, would be fetched
+        from llmlingua import PromptCompressor
+
+        self.compressor = PromptCompressor(model_name=base, device_map=device, model_config={"trust_remote_code": False})
+        self.compressor.model = _with_tuples(self.compressor.model)
+
+    def read(self, *, documents: list[str], states: list[int]) -> dict[str, Any]:
+        """Shorten documents to about so many tokens."""
+        return {"texts": [self._shorten(text, k) for text, k in zip(documents, states, strict=True)]}
+
+    def _shorten(self, text: str, k: int) -> str:
+        tokens = len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        # whole steps of at most 200: what is left over for a shorter one would stay as it is (microsoft/LLMLingua, issue 196)
+        size = tokens // math.ceil(tokens / 200)
+        return str(self.compressor.compress_prompt([text], target_token=k, iterative_size=size)["compressed_prompt"])
+
+
+def _with_tuples(model: Any) -> Any:
+    """A model whose caches are lists of keys and values, as LLMLingua cuts them; transformers has other ones by now."""
+    from transformers import DynamicCache
+
+    def forward(input_ids: Any, *, past_key_values: Any = None, **more: Any) -> Any:
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(past_key_values or ()):
+            cache.update(keys, values, layer)
+        response = model(input_ids, past_key_values=cache, **more)
+        response.past_key_values = [(layer.keys, layer.values) for layer in cache.layers]
+        return response
+
+    return forward
+
+
+def start(*, method: str, base: str, device: str, threads: int) -> tuple[Any, dict[str, Any]]:
+    """Load what a method needs."""
+    import torch
+
+    torch.set_num_threads(threads)
+    package, _, press = method.partition("-")
+    peer: Any = Press(press, base, device) if package == "kvpress" else Lingua(method, base, device)
+    packages = ("torch", "transformers", package)
+    return peer, {"versions": {"python": platform.python_version(), **{name: version(name) for name in packages}}}
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
+        os.dup2(2, 1)  # what libraries print is no answer
+        peer: Any = None
+        for line in sys.stdin:
+            request = json.loads(line)
+            do = request.pop("do")
+            try:
+                if do == "start":
+                    peer, answer = start(**request)
+                else:
+                    answer = getattr(peer, do)(**request)
+            except Exception as error:  # libraries raise whatever they stumble over
+                answer = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"}
+            print(json.dumps(answer), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()
