@@ -1,7 +1,6 @@
 """Laws of `dodo serve`."""
 
 import json
-import re
 import signal
 import socket
 import subprocess
@@ -17,19 +16,19 @@ from tests.cli.tiny import TEXT
 @contextmanager
 def serving(*arguments):
     """A server in a process of its own, killed in the end."""
-    process = subprocess.Popen([*COMMAND, "serve", "--port", "0", *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+    command = [*COMMAND, "serve", "--port", "0", "--json", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
-        seen = []
-        for line in process.stderr:
-            seen.append(line)
-            if found := re.search(r"at (http://\S+)", line):
-                yield found[1]
-                return
-        raise AssertionError("".join(seen))
+        said = b""
+        while not said.endswith(b"}\n"):
+            line = process.stdout.readline()
+            assert line, "the server ended before it listened"
+            said += line
+        yield json.loads(said)["address"]
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-        process.stderr.close()
+        process.stdout.close()
 
 
 def asked(url, body=None):

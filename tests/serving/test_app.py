@@ -331,7 +331,8 @@ def test_a_context_of_another_model_is_409(client, tmp_path):
 
 def test_a_body_over_the_limit_is_413_also_if_it_does_not_say_its_length(client):
     asked = client(max_body=10_000)
-    assert asked.post("/v1/contexts", json={"text": "a" * 20_000}).status_code == 413
+    announced = asked.post("/v1/contexts", json={"text": "a" * 20_000})
+    assert (announced.status_code, announced.json()["error"]["code"]) == (413, "body_too_large")
     read = []
 
     def chunks() -> Any:
@@ -414,6 +415,7 @@ def test_with_keys_everything_but_health_needs_one(client):
         for response in (asked.get("/v1/models", headers=header), asked.get("/metrics", headers=header)):
             assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
         assert asked.post(CHATS, json=CHAT, headers=header).status_code == 401
+        assert asked.post(CHATS, content=b"{", headers=header).status_code == 401  # before the body is looked at
     for key in ("k" * 20, "l" * 20):
         assert asked.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from dodo.cli.options import load_model, model_options, note_fresh, ratio_value
-from dodo.cli.terminal import note
+from dodo.cli.options import json_option, load_model, model_options, note_fresh, ratio_value
+from dodo.cli.terminal import echo_json, note
 
 __all__ = ["command"]
 
@@ -50,6 +50,7 @@ Examples:
     "--timeout", type=click.FloatRange(min=0, min_open=True), default=300, show_default=True, help="Seconds for a request."
 )
 @model_options
+@json_option
 def command(
     host: str,
     port: int,
@@ -69,10 +70,11 @@ def command(
     model: str,
     device: str | None,
     dtype: str,
+    as_json: bool,
 ) -> None:
     """Keep documents compressed, and answer questions over them for any OpenAI client.
 
-    The API's documentation is at /docs of the server.
+    The API's documentation is at /docs of the server. With --json, stdout says where it listens.
     """
     try:
         import uvicorn
@@ -110,7 +112,10 @@ def command(
         dodo, _ = load_model(model, device, dtype)
         note_fresh(dodo)
         shown = f"[{host}]" if ":" in host else host
-        note(f"serving {model} at http://{shown}:{listening.getsockname()[1]} (contexts in {settings.store}); Ctrl-C ends it")
+        address = f"http://{shown}:{listening.getsockname()[1]}"
+        if as_json:
+            echo_json({"address": address, "model": model, "store": str(settings.store)})
+        note(f"serving {model} at {address} (contexts in {settings.store}); Ctrl-C ends it")
         server = uvicorn.Server(uvicorn.Config(make_app(settings, dodo), log_level="warning", timeout_graceful_shutdown=5))
         server.run(sockets=[listening])
     if not server.started:

@@ -16,12 +16,11 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.staticfiles import StaticFiles
-from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
 from dodo import __version__
 from dodo.model import Dodo
 from dodo.serving import about, completions, contexts, failures
-from dodo.serving.guard import Browsers, bearer
+from dodo.serving.guard import BodyLimit, Browsers, Keys, bearer
 from dodo.serving.metrics import Metrics, Observed
 from dodo.serving.schemas import ErrorBody
 from dodo.serving.service import Service
@@ -67,7 +66,9 @@ def make_app(settings: Settings, dodo: Dodo | None = None) -> FastAPI:
         app.include_router(part.router)
     if (PAGE / "index.html").exists():
         app.mount("/", StaticFiles(directory=PAGE, html=True), name="page")
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=settings.max_body)
+    app.add_middleware(BodyLimit, limit=settings.max_body)
+    if settings.keys:
+        app.add_middleware(Keys, keys=settings.keys)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

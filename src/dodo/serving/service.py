@@ -9,7 +9,6 @@ from fastapi import Depends, Request
 from dodo.model import Dodo
 from dodo.serving.engine import Engine
 from dodo.serving.failures import ApiError
-from dodo.serving.guard import check_key
 from dodo.serving.intake import Intake
 from dodo.serving.metrics import Metrics
 from dodo.serving.prompting import Prompting
@@ -68,9 +67,8 @@ class Service:
 
 def _service(request: Request) -> Service:
     service: Service = request.app.state.service
-    check_key(request, service.settings.keys)
     return service
 
 
 Asked = Annotated[Service, Depends(_service)]
-"""The service, for those who have a key."""
+"""The service."""
