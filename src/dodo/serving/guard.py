@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -63,10 +64,10 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        error = ApiError(413, f"the body has more than the {self._limit:,} bytes that this server takes", code="body_too_large")
+        reason = f"the body has more than the {self._limit:,} bytes that this server takes"
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdigit() and int(announced) > self._limit:
-            await _refuse(error, scope, receive, send)
+            await _refuse(ApiError(413, reason, code="body_too_large"), scope, receive, send)
             return
         read = 0
 
@@ -75,7 +76,7 @@ class BodyLimit:
             part = await receive()
             read += len(part.get("body", b""))
             if read > self._limit:
-                raise error
+                raise HTTPException(413, reason)  # FastAPI lets no other error out of the reading of a body
             return part
 
         await self._app(scope, limited, send)
