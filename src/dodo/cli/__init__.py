@@ -21,6 +21,7 @@ __all__ = ["VERBS", "Verbs", "dodo", "main"]
 VERBS = {
     "pull": "Fetch a base model into the cache.",
     "compress": "Compress a text into a nuggets file.",
+    "compress-corpus": "Compress many documents into a folder of nuggets files.",
     "ask": "Answer a question about a compressed text.",
     "reconstruct": "Rebuild a text from its nuggets.",
     "inspect": "Show which tokens of a text become nuggets, and their scores.",

@@ -21,6 +21,7 @@ __all__ = [
     "DEFAULT_MODEL",
     "Sampling",
     "adapters_state",
+    "check_device",
     "check_selection",
     "generation_options",
     "json_option",
@@ -176,7 +177,7 @@ def load_model(model: str, device: str | None, dtype: str) -> tuple["Dodo", floa
         from dodo.model import Dodo
 
         if device is not None:
-            _check_device(torch, device)
+            check_device(device)
         kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
         try:
             loaded = Dodo.from_pretrained(model, device=device, dtype=kind, progress=report)
@@ -248,7 +249,14 @@ def size(count: int) -> str:
     return f"{count / 1000**power:.3g} {('kB', 'MB', 'GB')[power - 1]}"
 
 
-def _check_device(torch: Any, device: str) -> None:
+def check_device(device: str) -> None:
+    """Refuse a device that torch does not have.
+
+    Raises:
+        click.UsageError: names the flag and the value.
+    """
+    import torch
+
     try:
         kind = torch.device(device)
     except RuntimeError:

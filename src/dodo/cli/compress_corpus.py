@@ -1,0 +1,96 @@
+"""`dodo compress-corpus`: many documents into a folder of nuggets files."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dodo.cli.compress import STORAGE
+from dodo.cli.options import check_device, check_selection, json_option, model_options, selection_options, size
+from dodo.cli.terminal import counter, echo_json, silence_libraries, table, warn
+from dodo.errors import DodoError
+
+__all__ = ["command"]
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  dodo compress-corpus reports/ nuggets/
+  dodo compress-corpus papers.jsonl.xz nuggets/ --ratio 20 --storage int8 --workers 4
+
+\b
+OUT/index.jsonl says which file holds which document. Run the same again after
+an interruption, or when documents were added: what is done is skipped.
+"""
+)
+@click.argument("source", metavar="INPUT", type=click.Path(exists=True, path_type=Path))
+@click.argument("out", metavar="OUT", type=click.Path(file_okay=False, path_type=Path))
+@selection_options
+@model_options
+@click.option("--storage", type=click.Choice(STORAGE), help="Type of the states in the files. [default: the model's]")
+@click.option(
+    "--workers", type=click.IntRange(1, 256), default=1, show_default=True, metavar="N", help="Processes, each with the model."
+)
+@json_option
+def command(
+    source: Path,
+    out: Path,
+    ratio: float | None,
+    nuggets: int | None,
+    model: str,
+    device: str | None,
+    dtype: str,
+    storage: str | None,
+    workers: int,
+    as_json: bool,
+) -> None:
+    """Compress each document in INPUT and write it to the folder OUT.
+
+    INPUT is a folder of texts (.txt, .md), JSON lines (.jsonl, .jsonl.xz, .jsonl.gz; the field 'text' of each) and parquet
+    files, or one such file. Documents that fail are listed at the end, and the exit code is 1.
+    """
+    check_selection(ratio, nuggets)
+    if device is not None:
+        check_device(device)
+    from dodo.corpus.run import Settings, compress_corpus
+
+    settings = Settings(model, device=device, dtype=dtype, ratio=ratio, nuggets=nuggets, storage=storage)
+    began = time.perf_counter()
+    with counter("documents") as show:
+        report = compress_corpus(
+            source, out, settings, workers=workers, initializer=silence_libraries, progress=lambda done: show(done, 0)
+        )
+
+    warned = [row for row in report.rows if row["warnings"]]
+    if warned:
+        warn(f"{warned[0]['document']}: {warned[0]['warnings'][0]} (documents with warnings: {len(warned)}; the index has all)")
+    result: dict[str, Any] = {
+        "index": str(out / "index.jsonl"),
+        "documents": len(report.rows),
+        "skipped": report.skipped,
+        "failed": [{"document": failure.name, "error": failure.error} for failure in report.failures],
+        "n": sum(row["n"] for row in report.rows),
+        "states": sum(row["states"] for row in report.rows),
+        "bytes_files": sum({row["file"]: row["bytes"] for row in report.rows}.values()),
+        "seconds": round(time.perf_counter() - began, 4),
+    }
+    if as_json:
+        echo_json(result)
+    else:
+        rows = [
+            ("index", result["index"]),
+            ("documents", f"{result['documents']:,} ({report.skipped:,} of them done before)"),
+            ("failed", f"{len(report.failures):,}"),
+            ("n, tokens", f"{result['n']:,}"),
+            ("states held", f"{result['states']:,}"),
+            ("size of files", size(result["bytes_files"])),
+            ("seconds", f"{result['seconds']:.2f}"),
+        ]
+        click.echo(table(rows))
+    for failure in report.failures:
+        click.echo(f"failed: {failure.name}: {' '.join(failure.error.split())}", err=True)
+    if report.failures:
+        total = len(report.rows) + len(report.failures)
+        raise DodoError(f"{len(report.failures)} of {total} documents failed; mend them and run the same again: it does the rest")

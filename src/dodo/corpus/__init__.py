@@ -1,0 +1,1 @@
+"""Many documents compressed into a folder."""

@@ -1,0 +1,201 @@
+"""Laws of `dodo compress-corpus`."""
+
+import json
+import lzma
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dodo.nuggets import Nuggets
+from dodo.nuggets_file import save
+from tests.cli.conftest import COMMAND
+from tests.cli.tiny import TEXT
+
+NAMES = ["a.txt", "b/c.md", "d.jsonl.xz#1", "d.jsonl.xz#2", "e.parquet#1"]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Five documents, of all kinds."""
+    pa, pq = pytest.importorskip("pyarrow", reason="an extra"), pytest.importorskip("pyarrow.parquet", reason="an extra")
+    folder = tmp_path / "texts"
+    (folder / "b").mkdir(parents=True)
+    (folder / "a.txt").write_text(TEXT, encoding="utf-8")
+    (folder / "b/c.md").write_text("# Pigeons\n\nThere are many.", encoding="utf-8")
+    with lzma.open(folder / "d.jsonl.xz", "wt", encoding="utf-8") as file:
+        file.write(json.dumps({"text": "One line."}) + "\n" + json.dumps({"text": "Another line."}) + "\n")
+    pq.write_table(pa.table({"text": ["A row."]}), folder / "e.parquet")
+    (folder / "picture.png").write_bytes(b"not read")
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "nuggets"
+
+
+@pytest.fixture
+def compress(run, out, models):
+    """Calls the verb; returns its report."""
+
+    def call(source, *arguments, into=out):
+        result = run("compress-corpus", source, into, "--model", models.base, "--json", *arguments)
+        return json.loads(result.stdout) | {"exit_code": result.exit_code, "stderr": result.stderr}
+
+    return call
+
+
+def index(out):
+    return [json.loads(line) for line in (out / "index.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def written(out):
+    return {path.name: path.stat().st_mtime_ns for path in out.glob("*.nuggets")}
+
+
+def test_each_document_has_a_row_and_the_file_that_compress_would_write(compress, corpus, out, run, models):
+    report = compress(corpus, "--ratio", "4", "--storage", "int8")
+    assert (report["exit_code"], report["documents"], report["skipped"], report["failed"]) == (0, 5, 0, [])
+    rows = index(out)
+    assert [row["document"] for row in rows] == NAMES
+    run("compress", corpus / "a.txt", "-o", out.parent / "one", "--ratio", "4", "--storage", "int8", "--model", models.base)
+    assert (out / rows[0]["file"]).read_bytes() == (out.parent / "one").read_bytes()
+    for row in rows:
+        nuggets = Nuggets.load(out / row["file"])
+        assert (row["n"], row["k"], row["states"]) == (int(nuggets.lengths), int(nuggets.k), int(nuggets.states))
+        assert row["bytes"] == (out / row["file"]).stat().st_size
+        assert row["base"] == nuggets.fingerprint.base
+
+
+def test_what_is_done_is_skipped_and_what_is_new_is_added(compress, corpus, out):
+    compress(corpus)
+    before, rows = written(out), index(out)
+    assert compress(corpus)["skipped"] == 5
+    assert (written(out), index(out)) == (before, rows)
+    (corpus / "f.txt").write_text("New.", encoding="utf-8")
+    assert compress(corpus)["skipped"] == 5
+    assert [row["document"] for row in index(out)] == [*NAMES, "f.txt"]
+    assert before.items() < written(out).items()
+
+
+def test_other_settings_and_changed_texts_are_done_again(compress, corpus, out):
+    compress(corpus / "a.txt", "--ratio", "4")
+    assert compress(corpus / "a.txt", "--ratio", "5")["skipped"] == 0
+    (corpus / "a.txt").write_text("Changed.", encoding="utf-8")
+    assert compress(corpus / "a.txt", "--ratio", "5")["skipped"] == 0
+    assert len({row["file"] for row in index(out)}) == 3
+
+
+def test_a_file_or_a_row_cut_short_does_not_count(compress, corpus, out):
+    compress(corpus)
+    whole, rows = {path.name: path.read_bytes() for path in out.glob("*.nuggets")}, index(out)
+    short = out / rows[0]["file"]
+    short.write_bytes(short.read_bytes()[:-1])
+    (out / "index.jsonl").write_bytes((out / "index.jsonl").read_bytes()[:-9])
+    (out / f".{rows[1]['file']}.xyz.part").write_bytes(b"left by one that was killed")
+    assert compress(corpus)["skipped"] == 3
+    assert {path.name: path.read_bytes() for path in out.glob("*.nuggets")} == whole
+    assert index(out) == rows
+    assert not list(out.glob(".*.part"))
+
+
+def test_equal_texts_share_a_file(compress, corpus, out):
+    (corpus / "same.txt").write_text(TEXT, encoding="utf-8")
+    report = compress(corpus)
+    files = {row["document"]: row["file"] for row in index(out)}
+    assert (report["documents"], len(files)) == (6, 6)
+    assert files["a.txt"] == files["same.txt"]
+    assert len(written(out)) == 5
+
+
+def test_documents_that_fail_are_named_at_the_end_and_stop_nothing(compress, corpus, out):
+    (corpus / "aa.txt").write_bytes(b"\xff\xff")
+    (corpus / "ab.txt").write_bytes(b"")
+    (corpus / "ac.jsonl").write_text('{"title": "no text"}\n{"text": "Good."}\n{broken\n', encoding="utf-8")
+    (corpus / "ad.parquet").write_bytes(b"no parquet")
+    report = compress(corpus)
+    assert (report["exit_code"], report["documents"]) == (1, 6)
+    assert [failed["document"] for failed in report["failed"]] == ["aa.txt", "ab.txt", "ac.jsonl#1", "ac.jsonl", "ad.parquet"]
+    assert "ac.jsonl, line 3: not JSON" in report["failed"][3]["error"]
+    assert "error: 5 of 11 documents failed" in report["stderr"]
+    assert {row["document"] for row in index(out)} == {*NAMES, "ac.jsonl#2"}
+
+
+def test_what_is_written_inside_the_input_is_not_read(compress, corpus):
+    for into in (corpus / "out", corpus):
+        compress(corpus, into=into)
+        assert compress(corpus, into=into)["skipped"] == 5
+
+
+def test_an_input_without_documents_is_refused_before_a_model_is_loaded(run, tmp_path, out, no_model):
+    (tmp_path / "empty").mkdir()
+    result = run("compress-corpus", tmp_path / "empty", out)
+    assert result.exit_code == 1
+    assert "holds no documents" in result.stderr
+    assert not out.exists()
+    assert run("compress-corpus", tmp_path / "missing", out).exit_code == 2
+
+
+def test_a_folder_in_use_is_refused(run, corpus, out, no_model):
+    from filelock import FileLock
+
+    out.mkdir()
+    with FileLock(out / ".lock"):
+        result = run("compress-corpus", corpus, out)
+    assert result.exit_code == 1
+    assert "another run is writing" in result.stderr
+
+
+def test_an_index_of_something_else_is_left_alone(run, corpus, out, no_model):
+    out.mkdir()
+    (out / "index.jsonl").write_text('{"other": 1}\n', encoding="utf-8")
+    result = run("compress-corpus", corpus, out)
+    assert result.exit_code == 1
+    assert "is not an index of compressed documents" in result.stderr
+    assert (out / "index.jsonl").read_text(encoding="utf-8") == '{"other": 1}\n'
+
+
+def test_a_full_disk_stops_the_run_and_keeps_what_is_done(run, compress, corpus, out, models, monkeypatch):
+    from dodo import nuggets_file
+    from dodo.errors import NuggetsFileError
+
+    saved = []
+
+    def failing(nuggets, path, *, storage=None):
+        if len(saved) == 2:
+            raise NuggetsFileError(f"could not write {path}: No space left on device; nothing was changed")
+        saved.append(path)
+        save(nuggets, path, storage=storage)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nuggets_file, "save", failing)
+        result = run("compress-corpus", corpus, out, "--model", models.base)
+    assert result.exit_code == 1
+    assert "No space left" in result.stderr
+    assert compress(corpus)["skipped"] == 2
+
+
+@pytest.mark.slow
+def test_several_workers_write_what_one_writes_and_go_on_after_a_kill(compress, corpus, out, models):
+    for number in range(40):
+        (corpus / f"more-{number:02}.txt").write_text(TEXT[number:], encoding="utf-8")
+    more = ["compress-corpus", str(corpus), str(out), "--model", models.base, "--workers", "2"]
+    process = subprocess.Popen([*COMMAND[:2], COMMAND[2], *more], env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=sys.stderr)
+    until = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < until and len(list(out.glob("*.nuggets"))) < 3:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = len(index(out)) if (out / "index.jsonl").exists() else 0
+    report = compress(corpus, "--workers", "2")
+    assert (report["exit_code"], report["documents"]) == (0, 45)
+    assert report["skipped"] >= done - 1  # the last row may have been cut short
+    alone = compress(corpus, into=out.parent / "alone")
+    assert alone["documents"] == 45
+    assert {path.name: path.read_bytes() for path in out.glob("*.nuggets")} == {
+        path.name: path.read_bytes() for path in (out.parent / "alone").glob("*.nuggets")
+    }
