@@ -261,7 +261,8 @@ def check_device(device: str) -> None:
         kind = torch.device(device)
     except RuntimeError:
         raise click.UsageError(f"--device {device}: there is no such device; use cpu, cuda, cuda:1 or mps") from None
-    there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}.get(kind.type)
+    known: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    there = known.get(kind.type)
     if there is not None and not there():
         raise click.UsageError(f"--device {device}: this machine has none that torch can use; use --device cpu")
     if kind.type == "cuda" and kind.index is not None and kind.index >= torch.cuda.device_count():
