@@ -207,7 +207,7 @@ def test_a_stop_text_ends_an_answer_and_is_not_in_it(client):
     assert choice == {"index": 0, "text": text[: text.index(stop)], "logprobs": None, "finish_reason": "stop"}
 
 
-def test_long_messages_are_compressed_and_the_last_paragraph_is_asked(client, served):
+def test_long_messages_are_compressed_and_the_last_line_is_asked(client, served):
     expected = served.answer(served.compress(TEXT, ratio=3), ASKED, max_new_tokens=NEW)
     asked = client(compress_over=40, compress_ratio=3.0)
     answer = asked.post(CHATS, json={**CHAT, "messages": [{"role": "user", "content": f"{TEXT}\n\n{ASKED}"}]}).json()
@@ -218,7 +218,7 @@ def test_long_messages_are_compressed_and_the_last_paragraph_is_asked(client, se
     short = asked.post(CHATS, json=CHAT).json()
     assert short["usage"]["prompt_tokens_details"] == {"original_tokens": 0, "compressed_tokens": 0}
     refused = asked.post(CHATS, json={**CHAT, "messages": [{"role": "user", "content": TEXT}]})
-    assert refused.status_code == 400 and "paragraph" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "line of its own" in refused.json()["error"]["message"]
 
 
 def test_contexts_that_do_not_fit_the_window_side_by_side_are_put_closer(client):

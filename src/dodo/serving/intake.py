@@ -121,10 +121,10 @@ class Intake:
     async def turns(self, turns: Sequence[Turn]) -> Conversation:
         """Compress the long messages of a conversation, if the server does that.
 
-        Of the last message, the last paragraph stays as it is: it is what is asked.
+        Of the last message, the last line stays as it is: it is what is asked.
 
         Raises:
-            InputError: the last paragraph of the last message is itself too long.
+            InputError: the last line of the last message is itself too long.
             TooLong, QueueFull: see `document`.
         """
         limit, made, kept = self._settings.compress_over, list[Nuggets](), list[Turn]()
@@ -137,7 +137,7 @@ class Intake:
                 if not text.strip() or await self._tokens(asked) > limit:
                     raise InputError(
                         f"the last message is longer than {limit:,} tokens, from where messages are compressed, and does not end "
-                        "with a question in a paragraph of its own; put it there, or in a message of its own"
+                        "with a question on a line of its own; put it there, or in a message of its own"
                     )
                 kept.append((role, asked))
             made.append(await self._message(text))
