@@ -8,6 +8,8 @@ memory.safetensors, if they are ICAE's
 """
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,7 +24,7 @@ from dodo.errors import InputError
 from dodo.memory import MemoryTokens
 from dodo.thresholds import THRESHOLDS_FILE, Thresholds
 
-__all__ = ["SHIPPED", "find", "load", "load_thresholds", "save", "tensors_of"]
+__all__ = ["SHIPPED", "find", "load", "load_scorer", "load_thresholds", "save", "tensors_of"]
 
 SCORER_FILE = "scorer.safetensors"
 MEMORY_FILE = "memory.safetensors"
@@ -46,22 +48,44 @@ def load(compressor: Compressor, folder: Path) -> None:
     Raises:
         InputError: a file is missing, damaged, or does not fit.
     """
-    try:
-        tensors = load_file(folder / SCORER_FILE)
-    except FileNotFoundError:
-        raise InputError(f"{folder} has no {SCORER_FILE}") from None
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{folder / SCORER_FILE} is damaged or truncated: {error}") from None
+    tensors = _scorer_in(folder)
     memory = _memory_in(folder, width=compressor.soft_token.shape[-1])
     compressor.adapters.load(folder)
-    try:
+    with _fitting(folder):
         soft_token = tensors.pop("soft_token")
         compressor.scorer.load_state_dict({name.removeprefix("scorer."): tensor for name, tensor in tensors.items()})
         with torch.no_grad():
             compressor.soft_token.copy_(soft_token.view_as(compressor.soft_token))
+    compressor.memory = None if memory is None else memory.to(compressor.soft_token.device)
+
+
+def load_scorer(compressor: Compressor, folder: Path) -> None:
+    """Load the scorer alone; the set may have been made with other LoRA settings.
+
+    Raises:
+        InputError: its file is missing, damaged, or does not fit.
+    """
+    tensors = _scorer_in(folder)
+    with _fitting(folder):
+        del tensors["soft_token"]
+        compressor.scorer.load_state_dict({name.removeprefix("scorer."): tensor for name, tensor in tensors.items()})
+
+
+def _scorer_in(folder: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(folder / SCORER_FILE)
+    except FileNotFoundError:
+        raise InputError(f"{folder} has no {SCORER_FILE}") from None
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{folder / SCORER_FILE} is damaged or truncated: {error}") from None
+
+
+@contextmanager
+def _fitting(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except (KeyError, RuntimeError) as error:
         raise InputError(f"{folder / SCORER_FILE} does not fit this base: {str(error).splitlines()[0]}") from None
-    compressor.memory = None if memory is None else memory.to(compressor.soft_token.device)
 
 
 def load_thresholds(folder: Path) -> Thresholds | None:

@@ -224,11 +224,12 @@ def test_a_run_starts_from_given_adapters(recipe_file: Path, tmp_path: Path) -> 
 
 def test_a_run_may_start_from_the_scorer_alone(recipe_file: Path, tmp_path: Path) -> None:
     train(load_recipe(recipe_file, ["running.steps=2"]), tmp_path / "first", progress=False)
-    recipe = load_recipe(recipe_file, [f"start={tmp_path / 'first' / 'last'}", "start_with=scorer"])
-    made, fresh = load_for_training(recipe), load_for_training(load_recipe(recipe_file))
-    trained = Dodo.from_pretrained(tmp_path / "first" / "last")
-    for (name, p), (_, q), (_, s) in zip(*(dodo.compressor.named_parameters() for dodo in (made, fresh, trained)), strict=True):
-        assert torch.equal(p, (s if name.startswith("scorer.") else q).float()), name
+    other = ["config.encoder={rank: 2, alpha: 4.0, targets: [q_proj]}", "config.decoder={rank: 2, alpha: 4.0, targets: [q_proj]}"]
+    made = load_for_training(load_recipe(recipe_file, [*other, f"start={tmp_path / 'first' / 'last'}", "start_with=scorer"]))
+    fresh = load_for_training(load_recipe(recipe_file, other))
+    scorer = dict(Dodo.from_pretrained(tmp_path / "first" / "last").compressor.named_parameters())
+    for (name, p), (_, q) in zip(made.compressor.named_parameters(), fresh.compressor.named_parameters(), strict=True):
+        assert torch.equal(p, (scorer[name] if name.startswith("scorer.") else q).float()), name
 
 
 def test_two_processes_equal_accumulation_in_one(recipe_file: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 import yaml
 from torch.utils.data import DataLoader, IterableDataset
 
+from dodo.adapter_files import load_scorer
 from dodo.data.batches import Batch, Objective, QuestionSource, TextSource
 from dodo.data.shards import Shard, ShardKind, prepare, read_shard
 from dodo.errors import InputError
@@ -153,14 +154,11 @@ def load_for_training(recipe: Recipe) -> Dodo:
         attn_implementation=running.attention,
         device="cpu",  # Lightning moves it
     )
-    if recipe.start is not None:
-        fresh = {name: p.detach().clone() for name, p in dodo.compressor.named_parameters() if p.requires_grad}
+    if recipe.start is not None and recipe.start_with == "scorer":
+        load_scorer(dodo.compressor, Path(recipe.start))
+        dodo.stamp()
+    elif recipe.start is not None:
         dodo.load_adapters(recipe.start)
-        if recipe.start_with == "scorer":
-            with torch.no_grad():
-                for name, parameter in dodo.compressor.named_parameters():
-                    if name in fresh and not name.startswith("scorer."):
-                        parameter.copy_(fresh[name])
     _give_memory(recipe, dodo)
     if running.checkpoint_gradients:
         dodo.compressor.adapters.checkpoint_gradients()
@@ -175,7 +173,7 @@ def _give_memory(recipe: Recipe, dodo: Dodo) -> None:
     compressor, wanted = dodo.compressor, recipe.memory
     if recipe.model != "icae":
         compressor.memory = None
-    elif compressor.memory is None or recipe.start_with == "scorer":
+    elif compressor.memory is None:
         compressor.memory = MemoryTokens.fresh(compressor.base, wanted.tokens, fixed=wanted.fixed, seed=recipe.config.seed)
     elif (len(compressor.memory), compressor.memory.fixed) != (wanted.tokens, wanted.fixed):
         raise InputError(
