@@ -19,7 +19,28 @@ from dodo import Dodo
 from dodo.adapter_files import SHIPPED
 
 LIMIT = 25_000_000
+"""Bytes of all sets that ship."""
 EVERY = 100
+COMPRESSOR = """LoRA adapters phi (encoder) and theta (decoder), scorer and soft token: they compress a text into nuggets,
+rebuild it from them, and answer questions about it (Qin et al., Dodo: Dynamic Contextual Compression for Decoder-only LMs)."""
+LANGUAGE_MODEL = """LoRA adapters phi (of tokens that are kept) and theta (of all others), scorer and thresholds: an
+autoregressive LM that holds its latest tokens whole and of older ones those that score above a threshold (Qin et al., Dodo:
+Dynamic Contextual Compression for Decoder-only LMs, Section 2.2). For `dodo generate` and `dodo chat`."""
+LIMITS = {
+    COMPRESSOR: """Rebuilt texts lose names, numbers and dates first, at high ratios and in long texts above all.
+Answers have a share right that the table tells; where it is near that of nodoc, the document is hardly read.
+English prose, some code. Whatever the base gets wrong with the whole text in view, it gets wrong here too.""",
+    LANGUAGE_MODEL: """Trained briefly, on plain texts of at most 512 tokens: what it says in a conversation is a small base's,
+and no better for it.
+English prose, some code.""",
+}
+
+MEASURES = {
+    "autoencoding": ("bleu", "bleu standard error", "n", 1),
+    "squad": ("accuracy", "standard error", "n", 3),
+    "perplexity": ("subword perplexity", "subword perplexity standard error", "subwords", 2),
+}
+"""Of each task: what the card tells of it, its standard error, what is counted, digits."""
 
 
 def main() -> None:
@@ -35,7 +56,7 @@ def main() -> None:
     records = [json.loads(Path(path).read_text(encoding="utf-8")) for path in sorted(glob.glob(given.results))]
     for record in records:
         made_with = record["settings"]["adapter fingerprint"]
-        if made_with != dodo.fingerprint.adapter and record["settings"]["method"] in ("dodo", "stride", "random"):
+        if made_with != dodo.fingerprint.adapter and record["settings"]["method"] in ("dodo", "stride", "random", "top-k"):
             raise SystemExit(f"{record['name']} was measured with adapters {made_with}, not {dodo.fingerprint.adapter}")
     target = SHIPPED / given.alias
     with tempfile.TemporaryDirectory(dir=SHIPPED.parent) as scratch:
@@ -45,13 +66,14 @@ def main() -> None:
             shutil.copy(run / "recipe.yaml", made / f"recipe-{run.name}.yaml")
         _write_log(given.runs, made / "training.csv")
         (made / "README.md").write_text(_card(dodo, given.runs, records, given.hardware), encoding="utf-8")
-        size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
+        others = [folder for folder in SHIPPED.iterdir() if folder.is_dir() and folder.name != given.alias]
+        size = sum(path.stat().st_size for folder in (made, *others) for path in folder.rglob("*") if path.is_file())
         if size > LIMIT:
-            raise SystemExit(f"{size:,} bytes are more than the {LIMIT:,} that may ship")
+            raise SystemExit(f"{size:,} bytes in all are more than the {LIMIT:,} that may ship")
         shutil.rmtree(target, ignore_errors=True)
         target.parent.mkdir(exist_ok=True)
         made.rename(target)
-    print(f"{target}: {size:,} bytes, adapter {dodo.fingerprint.adapter}")
+    print(f"{target}: {size:,} bytes in all, adapter {dodo.fingerprint.adapter}")
 
 
 def _rows(run: Path, name: str) -> list[tuple[int, str, float]]:
@@ -75,21 +97,23 @@ def _write_log(runs: list[Path], out: Path) -> None:
 def _card(dodo: Dodo, runs: list[Path], records: list[dict], hardware: str) -> str:
     config = dodo.config
     low, high = config.trained_ratios or (1, 1)
+    ran = [yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8")) for run in runs]
+    kind = LANGUAGE_MODEL if ran[-1]["mixture"]["autoregressive"] else COMPRESSOR
+    questions = ", and SQuAD v1.1 train" if any(recipe["mixture"]["question"] for recipe in ran) else ""
     steps = [max(step for step, _, _ in _rows(run, "train")) for run in runs]
     tokens = [max(value for _, name, value in _rows(run, "train") if name == "tokens") for run in runs]
-    planned = [yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))["running"]["steps"] for run in runs]
+    planned = [recipe["running"]["steps"] for recipe in ran]
     lines = [
         f"# Dodo adapters for {config.base}",
         "",
-        "LoRA adapters phi (encoder) and theta (decoder), scorer and soft token: they compress a text into nuggets, rebuild it",
-        "from them, and answer questions about it (Qin et al., Dodo: Dynamic Contextual Compression for Decoder-only LMs).",
+        kind,
         "",
         f"- base: {config.base}, weights {config.base_fingerprint}; adapter {dodo.fingerprint.adapter}",
         f"- LoRA rank {config.encoder.rank} on {config.encoder.targets}",
         f"- selection: {config.selection}; positions: {config.positions}",
         f"- ratios drawn in training: {low:g} to {high:g}",
         f"- trained on {hardware}",
-        "- texts: documents whose licence permits commercial use (Wikipedia, books, code, web), and SQuAD v1.1 train",
+        f"- texts: documents whose licence permits commercial use (Wikipedia, books, code, web){questions}",
         "- not trained on any evaluation set",
         "- `training.csv` is the log, `recipe-*.yaml` are the recipes as they ran",
         "",
@@ -125,9 +149,7 @@ def _card(dodo: Dodo, runs: list[Path], records: list[dict], hardware: str) -> s
     lines += [
         "## Limits",
         "",
-        "Rebuilt texts lose names, numbers and dates first, at high ratios and in long texts above all.",
-        "Answers have a share right that the table tells; where it is near that of nodoc, the document is hardly read.",
-        "English prose, some code. Whatever the base gets wrong with the whole text in view, it gets wrong here too.",
+        LIMITS[kind],
     ]
     return "\n".join(lines) + "\n"
 
@@ -154,12 +176,11 @@ def _measured(records: list[dict]) -> list[str]:
     for record in records:
         settings = record["settings"]
         for group, values in record["measured"].items():
-            name, digits = ("accuracy", 3) if settings["task"] == "squad" else ("bleu", 1)
-            error = values["standard error" if name == "accuracy" else "bleu standard error"]
-            score = f"{name} {values[name]:.{digits}f} | {'' if error is None else f'{error:.{digits}f}'}"
+            name, error, count, digits = MEASURES[settings["task"]]
+            score = f"{name} {values[name]:.{digits}f} | {'' if values[error] is None else f'{values[error]:.{digits}f}'}"
             ratio = "" if settings["ratio"] is None else f"{settings['ratio']:g}"
             where = f"{settings['task']} | {group} | {settings['method']} | {ratio}"
-            lines.append(f"| {where} | {values['n']} | {score} | {str(record['commit'])[:12]} |")
+            lines.append(f"| {where} | {values[count]:,} | {score} | {str(record['commit'])[:12]} |")
     return lines
 
 

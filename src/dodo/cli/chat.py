@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dodo.cli.options import Sampling, json_option, load_model, model_options, note_fresh, sampling_options
+from dodo.cli.options import Sampling, json_option, language_model_options, load_model, note_fresh, sampling_options
 from dodo.cli.terminal import note
 from dodo.cli.writing import check_threshold, held, held_line, language_model, memory_options
 from dodo.errors import InputError
@@ -23,15 +23,15 @@ NEW_TOKENS = 256
 @click.command(
     epilog="""\b
 Examples:
-  dodo chat --ratio 10 --model my-adapters
-  dodo chat --ratio 1 --window 256 --max-states 1024 --system "Be brief." --model my-adapters
-  printf 'Who are you?\\nSay it again.\\n' | dodo chat --threshold 0 --model my-adapters --json
+  dodo chat --ratio 10
+  dodo chat --ratio 1 --window 256 --max-states 1024 --system "Be brief."
+  printf 'Who are you?\\nSay it again.\\n' | dodo chat --threshold 0 --json
 """
 )
 @click.option("--system", metavar="TEXT", help="What the model is told before the first turn.")
 @memory_options
 @sampling_options
-@model_options
+@language_model_options
 @json_option
 def command(
     system: str | None,

@@ -5,7 +5,15 @@ from contextlib import closing
 
 import click
 
-from dodo.cli.options import Sampling, adapters_state, json_option, load_model, model_options, note_fresh, sampling_options
+from dodo.cli.options import (
+    Sampling,
+    adapters_state,
+    json_option,
+    language_model_options,
+    load_model,
+    note_fresh,
+    sampling_options,
+)
 from dodo.cli.sources import read_text
 from dodo.cli.terminal import counter, echo_json, note
 from dodo.cli.writing import check_threshold, held, held_line, language_model, memory_options
@@ -16,9 +24,9 @@ __all__ = ["command"]
 @click.command(
     epilog="""\b
 Examples:
-  dodo generate novel.txt --ratio 10 --model my-adapters
-  dodo generate --prompt "Once upon a time" --ratio 1 --model my-adapters
-  cat *.txt | dodo generate - --ratio 20 --window 256 --max-states 1024 --stats --model my-adapters
+  dodo generate novel.txt --ratio 10
+  dodo generate --prompt "Once upon a time" --ratio 1
+  cat *.txt | dodo generate - --ratio 20 --window 256 --max-states 1024 --stats
 """
 )
 @click.argument("file", required=False)
@@ -26,7 +34,7 @@ Examples:
 @memory_options
 @sampling_options
 @click.option("--stats", is_flag=True, help="Say at the end what was read, what is held, and how fast it went.")
-@model_options
+@language_model_options
 @json_option
 def command(
     file: str | None,

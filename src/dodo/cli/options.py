@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_LANGUAGE_MODEL = "smollm2-135m-autoregressive"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,29 +54,37 @@ def ratio_value(value: str) -> float:
     return ratio
 
 
-def model_options(function: F) -> F:
-    """--model, --device, --dtype."""
-    for option in (
-        click.option(
-            "--dtype",
-            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-            default="auto",
-            show_default=True,
-            help="Type of the base's weights in memory; auto takes the stored one.",
-        ),
-        click.option("--device", help="Where to compute: cpu, cuda, cuda:1, mps. [default: a GPU if there is one]"),
-        click.option(
-            "--model",
-            "-m",
-            default=DEFAULT_MODEL,
-            show_default=True,
-            metavar="M",
-            help="Adapters (folder or hub id), or a base: alias, folder, .gguf file or hub id.",
-        ),
-    ):
-        function = option(function)
-    return function
+def model_options_for(default: str) -> Callable[[F], F]:
+    """--model with a default, --device, --dtype."""
 
+    def decorate(function: F) -> F:
+        for option in (
+            click.option(
+                "--dtype",
+                type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+                default="auto",
+                show_default=True,
+                help="Type of the base's weights in memory; auto takes the stored one.",
+            ),
+            click.option("--device", help="Where to compute: cpu, cuda, cuda:1, mps. [default: a GPU if there is one]"),
+            click.option(
+                "--model",
+                "-m",
+                default=default,
+                show_default=True,
+                metavar="M",
+                help="Adapters (folder or hub id), or a base: alias, folder, .gguf file or hub id.",
+            ),
+        ):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+model_options = model_options_for(DEFAULT_MODEL)
+language_model_options = model_options_for(DEFAULT_LANGUAGE_MODEL)
+"""Of `generate` and `chat`, whose adapters are those of an autoregressive LM."""
 
 ratio_option = click.option(
     "--ratio", "-r", type=ratio_value, metavar="R", help="Tokens per nugget; 10 keeps one in ten. [default: the model's]"
