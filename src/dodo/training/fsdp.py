@@ -1,15 +1,15 @@
 """FSDP: the frozen base's layers split over the processes of a run, so that none has to hold them all.
 
-PyTorch's `fully_shard` (FSDP2) leaves each process a part of every layer's weights and gathers a layer just before it runs, in the
-forward and in the backward pass, however often a step runs it. Nothing of the base learns, so no gradients are split. What learns,
-about a hundredth of a base, is whole in every process and averaged by DDP: optimiser, clipping and checkpoints are those of DDP.
-FSDP1 would refuse this mixture: its flat parameters hold one dtype, and it unshards a layer once in a backward pass.
+PyTorch's `fully_shard` (FSDP2) leaves each process a part of every layer's weights and gathers a layer just before it runs, in
+the forward and in the backward pass, however often a step runs it. Nothing of the base learns, so no gradients are split. What
+learns, about a hundredth of a base, is whole in every process and averaged by DDP: optimiser, clipping and checkpoints are
+DDP's. FSDP1 would not do: its flat parameters hold one dtype, and it gathers a layer once in a backward pass.
 
 Whole in every process are also the embeddings, the final norm and the output matrix, which are read outside of the base's own
 forward pass, and the last layer, where encoding ends in the middle (`AllKept`), so that FSDP would not see its end.
 
-Gathering a layer is work of all processes: they must run the same layers in the same order. In a step they do, for their batches have
-one objective; outside of steps all run the same batches (`TrainingModule.takes_part`).
+Gathering a layer is work of all processes: they must run the same layers in the same order. In a step they do, for their
+batches have one objective; outside of steps all run the same batches (`TrainingModule.takes_part`).
 """
 
 import torch
