@@ -1,5 +1,6 @@
 """Seeing into a text's way through the model, from outside: how far it has come, and pauses on the way."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -42,11 +43,12 @@ def reporting(compressor: Compressor, tokens: int, report: Callable[[float], Non
 def pausing(compressor: Compressor, pause: Callable[[], None]) -> Iterator[None]:
     """While inside, call `pause` behind each part of each layer: its norms, its attention, its MLP.
 
-    There the model may be used for something else, by this thread. What `pause` raises ends the pass.
+    There the model may be used for something else. What `pause` raises ends the pass. Passes of other threads have no pauses.
     """
+    thread = threading.get_ident()
 
     def rest(part: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        if _in_pause.get():
+        if _in_pause.get() or threading.get_ident() != thread:
             return
         before = _in_pause.set(True)
         try:
