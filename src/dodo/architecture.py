@@ -20,6 +20,7 @@ __all__ = [
     "backbone",
     "check_supported",
     "device_of",
+    "key_shape",
     "layer_windows",
     "layers_of",
     "logits_of",
@@ -129,6 +130,13 @@ def window_of(config: PreTrainedConfig) -> int:
         original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
         return int(original)
     return int(config.max_position_embeddings)
+
+
+def key_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Layers, key/value heads of each, and their width: what one token's keys are."""
+    heads = config.num_key_value_heads or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, heads, width
 
 
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:

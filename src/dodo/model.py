@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, TextIteratorStreamer
 
 from dodo import adapter_files, fingerprint, hub, streaming
-from dodo.architecture import device_of
+from dodo.architecture import device_of, key_shape
 from dodo.autoregressive import Autoregressive
 from dodo.base import LoadedBase, load_base
 from dodo.compressor import Compressor
@@ -486,14 +486,11 @@ class Dodo:
 
     def check(self, nuggets: Nuggets) -> None:
         """Raise FingerprintMismatch unless this model made these nuggets."""
-        config = self.compressor.base.config
-        layers, heads, width = nuggets.keys.shape[0], nuggets.keys.shape[2], nuggets.keys.shape[4]
-        expected = config.num_key_value_heads or config.num_attention_heads
-        expected_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if (layers, heads, width) != (config.num_hidden_layers, expected, expected_width):
+        found, own = nuggets.keys.shape[::2], key_shape(self.compressor.base.config)
+        if found != own:
             raise FingerprintMismatch(
-                f"the nuggets have {layers} layers of {heads} heads of width {width}; this base has "
-                f"{config.num_hidden_layers} layers of {expected} heads of width {expected_width}"
+                f"the nuggets have {found[0]} layers of {found[1]} heads of width {found[2]}; this base has "
+                f"{own[0]} layers of {own[1]} heads of width {own[2]}"
             )
         self.fingerprint.check(nuggets.fingerprint, what="the file or object with these nuggets")
 

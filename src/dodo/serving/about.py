@@ -28,8 +28,9 @@ def model(name: str, service: Asked) -> dict[str, Any]:
 
 @router.get("/health")
 def health(request: Request) -> dict[str, Any]:
-    """Whether the model is loaded. Needs no key."""
+    """Whether the model is loaded and answers. Needs no key."""
     service: Service = request.app.state.service
+    service.engine.check_open()
     stats = service.engine.stats()
     return {"status": "ok", "version": __version__, "running": stats.running, "queued": stats.queued}
 

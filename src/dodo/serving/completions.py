@@ -90,7 +90,8 @@ async def _joined(service: Service, ids: Sequence[str], more: Sequence[Nuggets])
         parts += more
         if len({part.scheme for part in parts}) > 1:
             parts = [part.compact() for part in parts]
-        return Nuggets.cat([part.to(dtype=service.dodo.compressor.base.dtype) for part in parts]) if parts else None
+        parts = [part.to(dtype=service.dodo.compressor.base.dtype) for part in parts]
+        return Nuggets.cat(parts) if len(parts) > 1 else parts[0] if parts else None
 
     return await asyncio.to_thread(join)
 
@@ -122,7 +123,7 @@ async def _respond(
             )
         window, longest = service.dodo.compressor.window, max(len(row) for row in rows)
         if nuggets is not None and int(nuggets.next_positions) + longest + (wanted or default) > window:
-            nuggets = nuggets.compact()
+            nuggets = await asyncio.to_thread(nuggets.compact)
         room = window - longest - (0 if nuggets is None else int(nuggets.next_positions))
         tokens = wanted or max(1, min(default, settings.max_new_tokens, room))
         requests = [

@@ -30,6 +30,7 @@ class Prompting:
     def __init__(self, dodo: Dodo) -> None:
         self._dodo = copy.copy(dodo)
         self._dodo.tokenizer = copy.deepcopy(dodo.tokenizer)
+        self._decoder = copy.deepcopy(dodo.tokenizer)  # never changed, so that a chunk need not wait for a long text
         self._guard = threading.Lock()
 
     def document(self, text: str) -> list[int]:
@@ -70,9 +71,8 @@ class Prompting:
             return self._dodo.document_ids(text, literal=False)
 
     def token(self, token_id: int) -> str:
-        """The text of a token by itself."""
-        with self._guard:
-            return str(self._dodo.tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        """The text of a token by itself. Waits for nobody."""
+        return str(self._decoder.decode([token_id], clean_up_tokenization_spaces=False))
 
     def _rendered(self, turns: Sequence[Turn]) -> str:
         from jinja2 import TemplateError
