@@ -25,6 +25,7 @@ __all__ = [
     "logits_of",
     "lora_targets",
     "rotary_of",
+    "state_bytes",
     "window_of",
 ]
 
@@ -129,6 +130,13 @@ def window_of(config: PreTrainedConfig) -> int:
         original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
         return int(original)
     return int(config.max_position_embeddings)
+
+
+def state_bytes(config: PreTrainedConfig, *, bytes_per_number: int) -> int:
+    """What the keys and values of one token take in all layers together."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * width * bytes_per_number
 
 
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:

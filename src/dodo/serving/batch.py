@@ -3,7 +3,7 @@
 Paper: Eq. 13, for rows that each attend to nuggets of their own. A prompt is read in pieces into a cache of its own, so that
 those who are decoding need not wait for a long one, and a prompt that fails spoils nothing; then its row joins the batch.
 
-Shapes: R rows, V vocabulary.
+Shapes: R rows, M tokens, D width, V vocabulary.
 """
 
 import time
@@ -34,8 +34,12 @@ class Prompt:
     """
 
     def __init__(self, compressor: Compressor, request: Request) -> None:
-        self._compressor, self._nuggets, self._ids = compressor, request.nuggets, list(request.input_ids)
+        self._compressor, self._nuggets = compressor, request.nuggets
         device = device_of(compressor.base)
+        if request.input_ids is None:
+            self._left = compressor.soft_token.detach().to(compressor.base.dtype).expand(1, 1, -1)
+        else:
+            self._left = torch.tensor([list(request.input_ids)], device=device)
         if request.nuggets is None:
             nothing = torch.zeros(1, 0, dtype=torch.long, device=device)
             self.cache, self.position = NuggetCache((), (), nothing, nothing.bool()), 0
@@ -50,14 +54,13 @@ class Prompt:
         Returns:
             How many were read; and the next token's logits, fp32 [V], once the prompt has been read whole.
         """
-        piece, self._ids = self._ids[:tokens], self._ids[tokens:]
-        device = device_of(self._compressor.base)
-        positions = torch.arange(self.position, self.position + len(piece), device=device)[None]
+        piece, self._left = self._left[:, :tokens], self._left[:, tokens:]
+        read = piece.shape[1]
+        positions = torch.arange(self.position, self.position + read, device=device_of(self._compressor.base))[None]
         self.cache.extend(positions, torch.ones_like(positions, dtype=torch.bool))
-        ids = torch.tensor([piece], device=device)
-        logits = _forward(self._compressor, self.cache, ids, positions, with_theta=self._nuggets is not None)
-        self.position += len(piece)
-        return len(piece), None if self._ids else logits[0]
+        logits = _forward(self._compressor, self.cache, piece, positions, with_theta=self._nuggets is not None)
+        self.position += read
+        return read, None if self._left.shape[1] else logits[0]
 
 
 @dataclass
@@ -133,12 +136,13 @@ class Batch:
 
 @torch.no_grad()
 def _forward(
-    compressor: Compressor, cache: NuggetCache | BatchCache, input_ids: Tensor, positions: Tensor, *, with_theta: bool
+    compressor: Compressor, cache: NuggetCache | BatchCache, tokens: Tensor, positions: Tensor, *, with_theta: bool
 ) -> Tensor:
+    """Next logits, fp32 [R, V], behind tokens that are ids, int64 [R, M], or embeddings, [R, M, D]."""
     base: Any = compressor.base
     adapter: AbstractContextManager[None] = compressor.adapters.merged(THETA) if with_theta else compressor.adapters.use(None)
     inputs: dict[str, Any] = {
-        "input_ids": input_ids,
+        "inputs_embeds" if tokens.is_floating_point() else "input_ids": tokens,
         "position_ids": positions,
         "attention_mask": attention_masks(
             base, query_positions=positions, key_positions=cache.key_positions, key_mask=cache.key_mask

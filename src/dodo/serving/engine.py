@@ -155,9 +155,9 @@ class Engine:
         if request.nuggets is not None:
             self._dodo.fingerprint.check(request.nuggets.fingerprint, what="the compressed text")
             start = int(request.nuggets.next_positions)
-        if not all(0 <= token < self._vocabulary for token in request.input_ids):
+        if not all(0 <= token < self._vocabulary for token in request.input_ids or ()):
             raise InputError(f"token ids of the prompt must be 0 .. {self._vocabulary - 1}")
-        window, needed = self._dodo.compressor.window, start + len(request.input_ids) + request.max_new_tokens
+        window, needed = self._dodo.compressor.window, start + request.prompt_length + request.max_new_tokens
         if needed > window:
             raise WindowError(
                 f"the text's positions, the prompt and {request.max_new_tokens:,} new tokens need {needed:,} positions, but the "
