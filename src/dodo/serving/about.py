@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dodo import __version__
+from dodo.prompts import QUESTION
 from dodo.serving.service import Asked, Service
 
 __all__ = ["router"]
@@ -52,4 +53,5 @@ def _model(service: Service) -> dict[str, Any]:
         "ratio": dodo.config.ratio,
         "trained_ratios": dodo.config.trained_ratios,
         "fingerprint": vars(dodo.fingerprint),
+        "question_prompt": QUESTION,
     }

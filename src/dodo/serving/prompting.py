@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 
 from dodo.errors import InputError
+from dodo.inspection import Placed, place_tokens
 from dodo.model import Dodo
 from dodo.prompts import QUESTION
 
@@ -41,6 +42,15 @@ class Prompting:
         """
         with self._guard:
             return self._dodo.document_ids(text)
+
+    def placed(self, text: str) -> Placed:
+        """Tokens of a document, and where they stand in it.
+
+        Raises:
+            InputError: it is empty, or the tokenizer can't say.
+        """
+        with self._guard:
+            return place_tokens(self._dodo, text)
 
     def continuation(self, text: str) -> list[int]:
         """Token ids of a prompt behind contexts; names of special tokens in it are text."""
