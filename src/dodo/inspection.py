@@ -161,7 +161,7 @@ def place_tokens(dodo: "Dodo", text: str) -> Placed:
         InputError: an empty text, or a tokenizer that can't say where its tokens stand.
     """
     ids = dodo.document_ids(text)
-    return Placed(text, ids, dodo.tokenizer.convert_ids_to_tokens(ids), _offsets(dodo, text, ids))
+    return Placed(text, ids, list(dodo.tokenizer.convert_ids_to_tokens(ids)), _offsets(dodo, text, ids))
 
 
 def inspect_scores(
