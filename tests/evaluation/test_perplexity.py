@@ -217,11 +217,18 @@ def test_articles_begin_at_their_titles_and_nothing_is_lost() -> None:
     assert articles("before it \n \n = A = \n \n One .") == ["before it \n \n", " = A = \n \n One ."]
 
 
-def test_a_limit_takes_the_first_tokens_of_texts_in_a_fixed_order(dodo: Dodo, texts: Path) -> None:
-    few, again, more = (task(dodo).items([str(texts)], limit, 0) for limit in (30, 30, 60))
+def test_a_limit_draws_segments_from_all_over_the_texts_in_a_fixed_order(dodo: Dodo, texts: Path) -> None:
+    few, again, more, other = (task(dodo).items([str(texts)], *drawn) for drawn in ((30, 0), (30, 0), (60, 0), (30, 1)))
     assert len(few) in (8, 9)  # a text's last segment may be short
-    assert few == again
+    assert few == again != other
     assert {item.key for item in few} < {item.key for item in more}
+    every = task(dodo).items([str(texts)], None, 0)
+    assert (
+        {item.key for item in more}
+        < {item.key for item in every}
+        == {item.key for item in task(dodo).items([str(texts)], 10_000, 0)}
+    )
+    assert len({item.text for item in few}) > 1
 
 
 def test_perplexity_and_its_error_by_hand() -> None:

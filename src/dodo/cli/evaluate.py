@@ -76,7 +76,7 @@ Examples:
     "--limit",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Items (of each length or language); tokens, about, in perplexity; tokens of each text in endless. [default: all]",
+    help="Items (of each length or language); about so many tokens in perplexity; tokens of each text in endless. [default: all]",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Which items are drawn.")
 @click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Items at a time.")

@@ -15,7 +15,6 @@ Words are what white space separates; their subwords' nats are added up, those o
 
 import itertools
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -89,19 +88,17 @@ class Perplexity:
         self._texts: list[_Text] = []
 
     def items(self, sources: Sequence[str], limit: int | None, seed: int) -> list[Segment]:
-        """The segments of all texts, or of the first in a random order until about `limit` tokens; by states, then length."""
-        texts = [text for source in resolve(sources) for text in _texts_of(source)]
-        starts: list[tuple[int, int]] = []
-        left = limit or sys.maxsize
-        self._texts = []
-        for i in np.random.default_rng(seed).permutation(len(texts)):
-            if left <= 0:
-                break
-            text = _read(self.dodo, *texts[i])
-            mine = range(0, min(len(text.ids) - 1, left), self.segment)
-            starts += [(len(self._texts), start) for start in mine]
-            left -= len(mine) * self.segment
-            self._texts.append(text)
+        """The segments of all texts, or some drawn from all over them, of about `limit` tokens; by states, then length."""
+        self._texts = [_read(self.dodo, *text) for source in resolve(sources) for text in _texts_of(source)]
+        starts = [(i, start) for i, text in enumerate(self._texts) for start in range(0, len(text.ids) - 1, self.segment)]
+        if limit is not None:
+            left, drawn = limit, np.random.default_rng(seed).permutation(len(starts))
+            here = [starts[i] for i in drawn]
+            starts = []
+            while left > 0 and len(starts) < len(here):
+                text, start = here[len(starts)]
+                starts.append((text, start))
+                left -= min(self.segment, len(self._texts[text].ids) - 1 - start)
         if not starts:
             raise InputError("there is no text of two tokens or more")
         return [
