@@ -9,7 +9,7 @@ Characters that several tokens share (an emoji in bytes, say) are shown once, as
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -161,7 +161,8 @@ def place_tokens(dodo: "Dodo", text: str) -> Placed:
         InputError: an empty text, or a tokenizer that can't say where its tokens stand.
     """
     ids = dodo.document_ids(text)
-    return Placed(text, ids, dodo.tokenizer.convert_ids_to_tokens(ids), _offsets(dodo, text, ids))
+    names: Any = dodo.tokenizer.convert_ids_to_tokens(ids)
+    return Placed(text, ids, names, _offsets(dodo, text, ids))
 
 
 def inspect_scores(
