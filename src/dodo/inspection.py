@@ -9,7 +9,7 @@ Characters that several tokens share (an emoji in bytes, say) are shown once, as
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
