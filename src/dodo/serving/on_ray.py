@@ -6,8 +6,8 @@
 
 Each replica is the app of `app.py` with all of its middleware: it sees the headers as they were sent, answers in a stream, and
 ends what it does when a client hangs up. Engine and queue are of each replica, and so are the figures at /metrics and in /health:
-they tell of the one that happened to be asked, but for the store's, which are of the whole. Ray's proxies answer at /-/healthz and
-/-/routes by themselves, without a key, and tell nothing but that the app is there.
+they tell of the one that happened to be asked, but for the store's, which are of the whole. Ray's proxies answer at /-/healthz
+and /-/routes by themselves, without a key, and tell nothing but that the app is there.
 
 One process opens the folder of the contexts for all replicas, since what SQLite keeps in shared memory does not reach other
 machines. It is started again, over the same folder, should it die.
