@@ -21,23 +21,25 @@ from dodo.serving.metrics import Metrics, Observed
 from dodo.serving.schemas import ErrorBody
 from dodo.serving.service import Service
 from dodo.serving.settings import Settings
+from dodo.serving.store import Store
 
 __all__ = ["load", "make_app"]
 
 
-def make_app(settings: Settings, dodo: Dodo | None = None) -> FastAPI:
+def make_app(settings: Settings, dodo: Dodo | None = None, *, store: Store | None = None) -> FastAPI:
     """An ASGI app that serves one model.
 
     Args:
         settings: see there.
         dodo: the model; None loads the one that the settings name when the app starts.
+        store: of the contexts, closed when the app ends; None opens the folder that the settings name.
     """
     metrics = Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         model = await asyncio.to_thread(load, settings) if dodo is None else dodo
-        service = app.state.service = Service.start(settings, model, metrics, now=int(time.time()))
+        service = app.state.service = Service.start(settings, model, metrics, now=int(time.time()), store=store)
         try:
             yield
         finally:
