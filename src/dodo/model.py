@@ -182,10 +182,11 @@ class Dodo:
             literal: names of special tokens in the text are text; otherwise they are these tokens.
 
         Raises:
-            InputError: the text is empty.
+            InputError: the text is empty, or has half a character in it.
         """
         if not isinstance(text, str):
             raise InputError(f"a text must be a string, not {type(text).__name__}")
+        _check_whole(text, "the text")
         if not text:
             raise InputError("the text is empty: there is nothing to compress")
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=literal, verbose=False)["input_ids"]
@@ -344,6 +345,7 @@ class Dodo:
         )
 
     def _prompt_ids(self, prompt: str) -> list[int]:
+        _check_whole(prompt, "the prompt")
         ids: list[int] = self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
@@ -555,3 +557,12 @@ class _HungUp(StoppingCriteria):
 
 def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])
+
+
+def _check_whole(text: str, what: str) -> None:
+    """Refuse lone surrogates, which JSON can bring in and no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        where = f"U+{ord(text[error.start]):04X} at {error.start:,}"
+        raise InputError(f"{what} has half a character in it ({where}): put another in its place") from None

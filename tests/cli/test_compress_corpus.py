@@ -229,9 +229,10 @@ def test_workers_on_ray_write_what_one_process_writes_and_skip_what_is_done(comp
     (corpus / "aa.txt").write_bytes(b"\xff\xff")
     (corpus / "ab.txt").write_bytes(b"")
     (corpus / "same.txt").write_text(TEXT, encoding="utf-8")
-    (corpus / "ac.jsonl").write_text("".join(json.dumps({"text": f"{i}. {TEXT}\0\ud800"}) + "\n" for i in range(8)))
+    ends = ["\0"] * 7 + ["\ud800"]  # the last is no text, which is an error of its own
+    (corpus / "ac.jsonl").write_text("".join(json.dumps({"text": f"{i}. {TEXT}{end}"}) + "\n" for i, end in enumerate(ends)))
     report, alone = compress(corpus, *cluster), compress(corpus, into=out.parent / "alone")
-    told = ("exit_code", "documents", "skipped", "failed", "n", "states", "bytes_files")
+    told = ("exit_code", "documents", "failed", "n", "states", "bytes_files")  # what occurs twice may be made twice
     assert [report[name] for name in told] == [alone[name] for name in told]
     assert index(out) == index(out.parent / "alone")
     assert {path.name: path.read_bytes() for path in out.glob("*.nuggets")} == {

@@ -5,7 +5,7 @@
 Ray Data moves the blocks, and reads no further ahead than they are compressed. Rows travel as JSON, for a text may hold what
 Arrow's strings may not. This process writes the index, as the rows come; files go to `out` from where they are made, so all
 machines must see `source` and `out` under these names. A run that was cut off has rows for all documents up to some place, and
-files beyond it, which are made again.
+files beyond it, which are made again; so is a text that occurs twice in the corpus, which makes the same file.
 """
 
 import json
