@@ -93,7 +93,7 @@ async function start() {
 }
 
 document.addEventListener("locked", ({ detail }) => {
-  key.querySelector(".error").textContent = detail.tried ? detail.message : "";
+  key.querySelector(".error").textContent = detail.tried ? "This is not a key of this server." : "";
   key.hidden = false;
   key.querySelector("input").select();
 });
