@@ -120,6 +120,26 @@ def test_the_slider_selects_and_costs_as_the_server_does(opened):
     assert ratio_of(page) > 1
 
 
+def test_a_text_that_is_pasted_or_dropped_is_shown_at_once(opened):
+    page, address = opened()
+    page.locator("#text").fill(TEXT)
+    page.locator("#text").press("Control+A")
+    page.locator("#text").press("Control+X")
+    page.locator("#text").press("Control+V")
+    expect(page.locator("#tokens")).to_have_text(TEXT)
+    page.get_by_role("button", name="Another text").click()
+    page.evaluate(
+        """text => {
+            const transfer = new DataTransfer();
+            transfer.setData("text/plain", text);
+            document.querySelector(".drop").dispatchEvent(new DragEvent("drop", {dataTransfer: transfer, cancelable: true}));
+        }""",
+        "Of another bird.",
+    )
+    expect(page.locator("#tokens")).to_have_text("Of another bird.")
+    assert marked(page) == kept(inspected(address, ratio_of(page), "Of another bird."))
+
+
 def test_a_file_is_dropped_or_opened(opened):
     page, _ = opened()
     drop = """([name, text]) => {
