@@ -6,24 +6,32 @@ import { Running } from "./running.js";
 
 const TOKENS = 64; // the paper's limit
 
-/** Answer what is asked in a section. `about` gives the text, its name and the ratio; `model` the model's name and words. */
+/** Answer what is asked in a section. `about` gives the text, its name and the ratio; `model` the model's name and words. Returns how to empty it. */
 export function answer(section, model, about) {
   const running = new Running(section);
   const question = section.querySelector("input");
+  const cards = [section.querySelector("#from-nuggets"), section.querySelector("#from-whole")];
   section.querySelector("form").addEventListener("submit", (event) => {
     event.preventDefault();
     running.run((signal) => both(question.value.trim(), signal));
   });
 
+  function clear() {
+    running.drop();
+    cards.forEach(empty);
+  }
+
   async function both(asked, signal) {
     const source = about();
+    const fill = filling(signal);
+    const [fromNuggets, fromWhole] = cards;
     const begun = Promise.withResolvers(); // the whole text waits for the first word from the nuggets, and slows nothing before it
-    const nuggets = fill(section.querySelector("#from-nuggets"), async (into, facts) => {
+    const nuggets = fill(fromNuggets, async (into, facts) => {
       const id = await contextOf(source, { report: (said) => (facts.textContent = said), signal });
       const json = { ...request(asked), context_ids: [id] };
       await stream("v1/chat/completions", json, { into, facts, signal, first: begun.resolve });
     }).finally(begun.resolve);
-    const whole = fill(section.querySelector("#from-whole"), async (into, facts) => {
+    const whole = fill(fromWhole, async (into, facts) => {
       facts.textContent = "waiting …";
       await begun.promise;
       const words = model.question_prompt.replace("{question}", () => asked);
@@ -33,16 +41,23 @@ export function answer(section, model, about) {
     await Promise.all([nuggets, whole]);
   }
 
+  const filling = (signal) => async (card, work) => {
+    empty(card);
+    const [into, facts, error] = places(card);
+    try {
+      await work(into, facts);
+    } catch (problem) {
+      if (!running.isLast(signal)) return;
+      if (problem.name === "AbortError") facts.textContent = "stopped";
+      else [facts.textContent, error.textContent] = ["", problem.message];
+    }
+  };
+
   const request = (content) => ({ model: model.id, messages: [{ role: "user", content }], max_tokens: TOKENS });
+
+  return clear;
 }
 
-async function fill(card, work) {
-  const [into, facts, error] = [".answer", ".facts", ".error"].map((name) => card.querySelector(name));
-  for (const place of [into, facts, error]) place.textContent = "";
-  try {
-    await work(into, facts);
-  } catch (problem) {
-    if (problem.name === "AbortError") facts.textContent = "stopped";
-    else [facts.textContent, error.textContent] = ["", problem.message];
-  }
-}
+const places = (card) => [".answer", ".facts", ".error"].map((name) => card.querySelector(name));
+
+const empty = (card) => places(card).forEach((place) => (place.textContent = ""));

@@ -28,7 +28,7 @@ export async function call(path, { method, json, form, accept, signal, keepalive
   if (response.ok) return response;
   const said = await response.json().catch(() => null);
   const message = said?.error?.message ?? `the server answered with status ${response.status}`;
-  if (response.status === 401) document.dispatchEvent(new CustomEvent("locked", { detail: { message, tried: Boolean(key) } }));
+  if (response.status === 401) document.dispatchEvent(new CustomEvent("locked", { detail: { tried: Boolean(key) } }));
   throw new ApiError(message);
 }
 

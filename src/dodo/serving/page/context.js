@@ -12,9 +12,15 @@ export function contextOf({ text, name, ratio }, { report, signal }) {
     mine.made = make({ text, ratio, name: name.slice(0, 200) }, mine.reports);
     mine.made.catch(() => held === mine && (held = null));
   }
-  held.reports.add(report);
-  const given = new Promise((_, reject) => signal.addEventListener("abort", () => reject(signal.reason)));
-  return Promise.race([held.made, given]);
+  const { made, reports } = held;
+  reports.add(report);
+  const givenUp = new Promise((_, reject) => {
+    signal.addEventListener("abort", () => {
+      reports.delete(report);
+      reject(signal.reason);
+    });
+  });
+  return Promise.race([made, givenUp]);
 }
 
 /** Delete what is kept. */

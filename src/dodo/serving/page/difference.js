@@ -42,4 +42,5 @@ function table(a, b, width) {
   return common;
 }
 
-const words = (text) => [...text.matchAll(/(\S+)(\s*)/g)].map(([, word, space]) => ({ text: word, space }));
+/** The words of a text with the space behind them; the last has one too, so that whatever comes behind it stands apart. */
+const words = (text) => [...text.matchAll(/(\S+)(\s*)/g)].map(([, word, space]) => ({ text: word, space: space || " " }));

@@ -14,7 +14,7 @@ const [entry, reading, key] = [$("#entry"), $("#reading"), $("#key")];
 const later = [reading, $("#ask"), $("#rebuild")];
 const tokens = new Tokens({ root: $("#tokens"), caption: $("#token"), table: $("#table") });
 const now = { text: "", name: "", ratio: 1 };
-let clearRebuilt = () => {};
+const clearing = []; // what empties the sections for another text
 let looking = new AbortController();
 let started = false;
 
@@ -71,10 +71,9 @@ function show(seen) {
 }
 
 function another() {
+  for (const clear of clearing) clear();
   leave();
-  clearRebuilt();
   now.text = "";
-  for (const place of document.querySelectorAll("#ask .answer, #ask .facts, #ask .error")) place.textContent = "";
   for (const section of later) section.hidden = true;
   entry.hidden = false;
   entry.querySelector("textarea").select();
@@ -84,8 +83,8 @@ async function start() {
   const [model] = (await ask("v1/models")).data;
   $("#model").textContent = model.id;
   now.ratio = slide($("#ratio"), $("#ratio-shown"), model, reselect);
-  answer($("#ask"), model, () => ({ ...now }));
-  clearRebuilt = rebuild($("#rebuild"), () => ({ ...now }));
+  const about = () => ({ ...now });
+  clearing.push(answer($("#ask"), model, about), rebuild($("#rebuild"), about));
   listen(entry, read);
   $("#another").addEventListener("click", another);
   addEventListener("pagehide", leave);
@@ -94,7 +93,7 @@ async function start() {
 }
 
 document.addEventListener("locked", ({ detail }) => {
-  key.querySelector(".error").textContent = detail.tried ? detail.message : "";
+  key.querySelector(".error").textContent = detail.tried ? "This is not a key of this server." : "";
   key.hidden = false;
   key.querySelector("input").select();
 });

@@ -13,7 +13,7 @@ export function rebuild(section, about) {
   const [facts, legend, error] = [".facts", ".legend", ".error"].map((name) => section.querySelector(name));
 
   function clear() {
-    running.stop();
+    running.drop();
     into.replaceChildren();
     into.hidden = legend.hidden = true;
     facts.textContent = error.textContent = "";
@@ -32,7 +32,8 @@ export function rebuild(section, about) {
       const share = ((100 * found.same) / found.all).toFixed(1);
       facts.textContent = `${share}% of the words came back: ${count(found.same)} of ${count(found.all)}, at ratio ${source.ratio}`;
     } catch (problem) {
-      if (problem.name === "AbortError") facts.textContent = into.hidden ? "" : "stopped";
+      if (!running.isLast(signal)) return;
+      if (problem.name === "AbortError") facts.textContent = "stopped";
       else [facts.textContent, error.textContent] = ["", problem.message];
     }
   }

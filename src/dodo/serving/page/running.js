@@ -12,8 +12,8 @@ export class Running {
 
   /** Do some work, which is given a signal to end by. */
   async run(work) {
-    this.stop();
-    const controller = (this.#controller = new AbortController());
+    this.drop();
+    const controller = this.#controller;
     this.#stop.hidden = false;
     try {
       await work(controller.signal);
@@ -25,5 +25,17 @@ export class Running {
   /** End what is running. */
   stop() {
     this.#controller.abort();
+  }
+
+  /** End what is running, and let it say no more. */
+  drop() {
+    this.stop();
+    this.#controller = new AbortController();
+    this.#stop.hidden = true;
+  }
+
+  /** Whether this is the signal of what was begun last, so that its work may still say something. */
+  isLast(signal) {
+    return signal === this.#controller.signal;
   }
 }
