@@ -294,3 +294,11 @@ def test_questions_are_put_in_the_papers_words_and_the_models_chat_format() -> N
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[answer]"
     wanted = "[user]Based on the provided document, answer the following question: Who?[answer]"
     assert question_prompt(tokenizer, "Who?") == wanted
+
+
+def test_half_a_character_is_refused_by_name_and_place(make: Maker) -> None:
+    dodo = make()
+    with pytest.raises(InputError, match=r"the text has half a character in it \(U\+D83D at 4\)"):
+        dodo.compress("bird\ud83d")
+    with pytest.raises(InputError, match=r"the prompt has half a character"):
+        dodo.generate(dodo.compress(TEXT), "why\udc00", max_new_tokens=1)

@@ -133,7 +133,7 @@ class Adapters:
         """Like `use`, for inference: the adapter's weights are added into copies of the base's, which are kept for next time.
 
         Costs one more copy of the adapted weights and gives the speed of the plain base. The base's own weights are put back
-        bit by bit. A base that can't be merged (quantised) or does not fit twice runs with the adapter beside it.
+        bit by bit. A base that can't be merged (quantised, split) or does not fit twice runs with the adapter beside it.
         """
         if torch.is_grad_enabled() or not self._mergeable(name):
             with self.use(name):
@@ -175,6 +175,8 @@ class Adapters:
     def _mergeable(self, name: AdapterName) -> bool:
         weights = [layer.get_base_layer().weight for layer in self._layers]
         if any(not weight.is_floating_point() or weight.device.type == "meta" for weight in weights):
+            return False
+        if any(hasattr(weight, "device_mesh") for weight in weights):  # split over the processes of a run
             return False
         if name in self._merged:
             return True

@@ -5,6 +5,7 @@ and the tests hold for it; all others are refused by name, with the reason where
 """
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ __all__ = [
     "backbone",
     "check_supported",
     "device_of",
+    "key_shape",
     "layer_windows",
     "layers_of",
     "logits_of",
     "lora_targets",
     "rotary_of",
+    "state_bytes",
     "window_of",
 ]
 
@@ -129,6 +132,18 @@ def window_of(config: PreTrainedConfig) -> int:
         original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
         return int(original)
     return int(config.max_position_embeddings)
+
+
+def key_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """Layers, key/value heads of each, and their width: what one token's keys are."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, heads, width
+
+
+def state_bytes(config: PreTrainedConfig, *, bytes_per_number: int) -> int:
+    """What the keys and values of one token take in all layers together."""
+    return 2 * math.prod(key_shape(config)) * bytes_per_number
 
 
 def layer_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:

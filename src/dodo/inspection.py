@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from dodo.errors import InputError
 
@@ -24,11 +25,14 @@ __all__ = [
     "GREEN",
     "SHADES",
     "Inspection",
+    "Placed",
     "ScoredToken",
     "Span",
     "grey",
+    "inspect_scores",
     "inspect_text",
     "parts",
+    "place_tokens",
     "to_marked_text",
     "to_terminal",
     "visible",
@@ -81,6 +85,21 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Placed:
+    """A text, and which tokens the model sees of it.
+
+    ids: of T tokens.
+    names: as they stand in the vocabulary.
+    offsets: first character of each, and the one behind its last.
+    """
+
+    text: str
+    ids: list[int]
+    names: list[str]
+    offsets: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
 class Inspection:
     """A text as the scorer sees it."""
 
@@ -129,28 +148,51 @@ def inspect_text(dodo: "Dodo", text: str, *, ratio: float | None = None, nuggets
     """
     if ratio is not None and nuggets is not None:
         raise InputError("give either a ratio or a number of nuggets, and not both")
-    ids = dodo.document_ids(text)
-    offsets = _offsets(dodo, text, ids)
-    input_ids = torch.tensor([ids], device=dodo.device)
-    compressor = dodo.compressor
+    placed = place_tokens(dodo, text)
     with torch.no_grad():
-        scores = compressor.score(input_ids)
-        real = torch.ones_like(input_ids, dtype=torch.bool)
-        selection, sinks = compressor.select(scores, real, ratio=ratio, nuggets=nuggets)
+        scores = dodo.compressor.score(torch.tensor([placed.ids], device=dodo.device))[0]
+    return inspect_scores(dodo, placed, scores, ratio=ratio, nuggets=nuggets)
+
+
+def place_tokens(dodo: "Dodo", text: str) -> Placed:
+    """Tokenize a text, and find out where its tokens stand. Runs no model.
+
+    Raises:
+        InputError: an empty text, or a tokenizer that can't say where its tokens stand.
+    """
+    ids = dodo.document_ids(text)
+    return Placed(text, ids, list(dodo.tokenizer.convert_ids_to_tokens(ids)), _offsets(dodo, text, ids))
+
+
+def inspect_scores(
+    dodo: "Dodo", placed: Placed, scores: Tensor, *, ratio: float | None = None, nuggets: int | None = None
+) -> Inspection:
+    """Select among tokens that have been scored. Runs no model, so that one text can be seen at many ratios.
+
+    Args:
+        dodo: whose settings are used.
+        placed: T tokens.
+        scores: fp32 [T], from `Compressor.score`.
+        ratio, nuggets: see `inspect_text`.
+
+    Raises:
+        InputError: a bad ratio or count.
+    """
+    real = torch.ones_like(scores[None], dtype=torch.bool)
+    selection, sinks = dodo.compressor.select(scores[None], real, ratio=ratio, nuggets=nuggets)
     chosen = set(selection.indices[0].tolist())
-    kept_first = int(sinks)
-    values: list[float] = scores[0].tolist()
+    kept_first, ids = int(sinks), placed.ids
+    values: list[float] = scores.tolist()
     ordered = torch.tensor(values).sort().values
     below = torch.searchsorted(ordered, torch.tensor(values)).tolist()  # how many have a lower score
     not_above = torch.searchsorted(ordered, torch.tensor(values), right=True).tolist()
-    names = dodo.tokenizer.convert_ids_to_tokens(ids)
     tokens = tuple(
         ScoredToken(
             index=i,
             id=ids[i],
-            token=names[i],
-            start=offsets[i][0],
-            end=offsets[i][1],
+            token=placed.names[i],
+            start=placed.offsets[i][0],
+            end=placed.offsets[i][1],
             score=values[i],
             rank=len(ids) - not_above[i] + 1,
             shade=SHADES - 1 if len(ids) == 1 else round((SHADES - 1) * below[i] / (len(ids) - 1)),
@@ -159,7 +201,9 @@ def inspect_text(dodo: "Dodo", text: str, *, ratio: float | None = None, nuggets
         )
         for i in range(len(ids))
     )
-    return Inspection(text=text, tokens=tokens, n=len(ids) - kept_first, k=len(chosen) - kept_first, trained=dodo.is_trained)
+    return Inspection(
+        text=placed.text, tokens=tokens, n=len(ids) - kept_first, k=len(chosen) - kept_first, trained=dodo.is_trained
+    )
 
 
 def grey(shade: int) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, TextIteratorStreamer
 
 from dodo import adapter_files, fingerprint, hub, streaming
-from dodo.architecture import device_of
+from dodo.architecture import device_of, key_shape
 from dodo.autoregressive import Autoregressive
 from dodo.base import LoadedBase, load_base
 from dodo.compressor import Compressor
@@ -182,10 +182,11 @@ class Dodo:
             literal: names of special tokens in the text are text; otherwise they are these tokens.
 
         Raises:
-            InputError: the text is empty.
+            InputError: the text is empty, or has half a character in it.
         """
         if not isinstance(text, str):
             raise InputError(f"a text must be a string, not {type(text).__name__}")
+        _check_whole(text, "the text")
         if not text:
             raise InputError("the text is empty: there is nothing to compress")
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=literal, verbose=False)["input_ids"]
@@ -344,6 +345,7 @@ class Dodo:
         )
 
     def _prompt_ids(self, prompt: str) -> list[int]:
+        _check_whole(prompt, "the prompt")
         ids: list[int] = self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
@@ -486,14 +488,11 @@ class Dodo:
 
     def check(self, nuggets: Nuggets) -> None:
         """Raise FingerprintMismatch unless this model made these nuggets."""
-        config = self.compressor.base.config
-        layers, heads, width = nuggets.keys.shape[0], nuggets.keys.shape[2], nuggets.keys.shape[4]
-        expected = config.num_key_value_heads or config.num_attention_heads
-        expected_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if (layers, heads, width) != (config.num_hidden_layers, expected, expected_width):
+        found, own = nuggets.keys.shape[::2], key_shape(self.compressor.base.config)
+        if found != own:
             raise FingerprintMismatch(
-                f"the nuggets have {layers} layers of {heads} heads of width {width}; this base has "
-                f"{config.num_hidden_layers} layers of {expected} heads of width {expected_width}"
+                f"the nuggets have {found[0]} layers of {found[1]} heads of width {found[2]}; this base has "
+                f"{own[0]} layers of {own[1]} heads of width {own[2]}"
             )
         self.fingerprint.check(nuggets.fingerprint, what="the file or object with these nuggets")
 
@@ -558,3 +557,12 @@ class _HungUp(StoppingCriteria):
 
 def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])
+
+
+def _check_whole(text: str, what: str) -> None:
+    """Refuse lone surrogates, which JSON can bring in and no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        where = f"U+{ord(text[error.start]):04X} at {error.start:,}"
+        raise InputError(f"{what} has half a character in it ({where}): put another in its place") from None

@@ -49,6 +49,14 @@ def compress(run, out, models):
     return call
 
 
+@pytest.fixture
+def cluster():
+    """Two workers on Ray, here or where RAY_ADDRESS says."""
+    pytest.importorskip("ray", reason="an extra")
+    joining = ["--ray-address", os.environ["RAY_ADDRESS"]] if "RAY_ADDRESS" in os.environ else []
+    return ["--ray", "--workers", "2", *joining]
+
+
 def index(out):
     return [json.loads(line) for line in (out / "index.jsonl").read_text(encoding="utf-8").splitlines()]
 
@@ -179,6 +187,20 @@ def test_a_full_disk_stops_the_run_and_keeps_what_is_done(run, compress, corpus,
     assert compress(corpus)["skipped"] == 2
 
 
+def test_flags_of_ray_without_ray_are_usage_errors(run, corpus, out, no_model):
+    for flag in ("--ray-address", "--gpus-per-worker"):
+        result = run("compress-corpus", corpus, out, flag, "1")
+        assert result.exit_code == 2
+        assert "add --ray" in result.stderr
+
+
+def test_without_ray_the_extra_is_named(run, corpus, out, no_model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = run("compress-corpus", corpus, out, "--ray")
+    assert result.exit_code == 1
+    assert "pip install 'dodo-lm[ray]'" in result.stderr
+
+
 @pytest.mark.slow
 def test_several_workers_write_what_one_writes_and_go_on_after_a_kill(compress, corpus, out, models):
     for number in range(40):
@@ -199,3 +221,40 @@ def test_several_workers_write_what_one_writes_and_go_on_after_a_kill(compress, 
     assert {path.name: path.read_bytes() for path in out.glob("*.nuggets")} == {
         path.name: path.read_bytes() for path in (out.parent / "alone").glob("*.nuggets")
     }
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # Ray's own
+def test_workers_on_ray_write_what_one_process_writes_and_skip_what_is_done(compress, corpus, out, cluster):
+    (corpus / "aa.txt").write_bytes(b"\xff\xff")
+    (corpus / "ab.txt").write_bytes(b"")
+    (corpus / "same.txt").write_text(TEXT, encoding="utf-8")
+    ends = ["\0"] * 7 + ["\ud800"]  # the last is no text, which is an error of its own
+    (corpus / "ac.jsonl").write_text("".join(json.dumps({"text": f"{i}. {TEXT}{end}"}) + "\n" for i, end in enumerate(ends)))
+    report, alone = compress(corpus, *cluster), compress(corpus, into=out.parent / "alone")
+    told = ("exit_code", "documents", "failed", "n", "states", "bytes_files")  # what occurs twice may be made twice
+    assert [report[name] for name in told] == [alone[name] for name in told]
+    assert index(out) == index(out.parent / "alone")
+    assert {path.name: path.read_bytes() for path in out.glob("*.nuggets")} == {
+        path.name: path.read_bytes() for path in (out.parent / "alone").glob("*.nuggets")
+    }
+    before, rows = written(out), index(out)
+    assert compress(corpus, *cluster)["skipped"] == report["documents"]
+    assert (written(out), index(out)) == (before, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_run_on_ray_goes_on_where_it_was_killed(compress, corpus, out, models, cluster):
+    for number in range(40):
+        (corpus / f"more-{number:02}.txt").write_text(TEXT[number:], encoding="utf-8")
+    process = subprocess.Popen([*COMMAND, "compress-corpus", str(corpus), str(out), "--model", models.base, *cluster])
+    until = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < until and len(list(out.glob("*.nuggets"))) < 3:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = len(index(out)) if (out / "index.jsonl").exists() else 0
+    report = compress(corpus, *cluster)
+    assert (report["exit_code"], report["documents"]) == (0, 45)
+    assert report["skipped"] >= done - 1  # the last row may have been cut short

@@ -1,9 +1,12 @@
 """Laws of `dodo serve`."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
+import sys
+import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
@@ -14,8 +17,8 @@ from tests.cli.tiny import TEXT
 
 
 @contextmanager
-def serving(*arguments):
-    """A server in a process of its own, killed in the end."""
+def serving(*arguments, ends_by=signal.SIGKILL):
+    """A server in a process of its own, which a signal ends."""
     command = [*COMMAND, "serve", "--port", "0", "--json", *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
@@ -26,7 +29,7 @@ def serving(*arguments):
             said += line
         yield json.loads(said)["address"]
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.send_signal(ends_by)
         process.wait()
         process.stdout.close()
 
@@ -76,3 +79,35 @@ def test_a_port_that_is_taken_is_named(run, no_model):
         result = run("serve", "--port", port)
     assert result.exit_code == 1
     assert f"port {port}" in result.stderr
+
+
+@pytest.mark.parametrize("flag", ["--ray-address", "--replicas", "--cpus-per-replica", "--gpus-per-replica"])
+def test_flags_of_ray_without_ray_are_usage_errors(flag, run, no_model):
+    result = run("serve", flag, "1")
+    assert result.exit_code == 2
+    assert "add --ray" in result.stderr
+
+
+def test_without_ray_the_extra_is_named(run, no_model, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = run("serve", "--ray", "--port", "0", "--store", tmp_path)
+    assert result.exit_code == 1
+    assert "pip install 'dodo-lm[ray]'" in result.stderr
+
+
+def test_on_ray_too_others_are_let_in_with_a_key_only(run, no_model):
+    result = run("serve", "--ray", "--host", "0.0.0.0")
+    assert result.exit_code == 2
+    assert "--api-key-file" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_server_on_ray_says_where_it_is_and_takes_its_cluster_along(models, tmp_path):
+    pytest.importorskip("ray", reason="an extra")
+    joining = ["--ray-address", os.environ["RAY_ADDRESS"]] if "RAY_ADDRESS" in os.environ else []
+    flags = ("--model", models.base, "--store", tmp_path / "store", "--ray", *joining)
+    with serving(*flags, ends_by=signal.SIGINT) as address:
+        made = asked(f"{address}/v1/contexts", {"text": TEXT, "ratio": 2})
+        assert asked(f"{address}/v1/contexts")["data"] == [made]
+    with pytest.raises(urllib.error.URLError):
+        asked(f"{address}/health")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dodo.model import Dodo
 from tests.conftest import small_config, stir
@@ -17,14 +18,20 @@ from tests.standins.models import byte_tokenizer, tiny_llama
 MODEL = "tiny"
 
 
-def tiny_dodo(*, seed: int = 0, window: int = 2048) -> Dodo:
-    """A token for each byte, adapters that do something, answers in letters that do not end by themselves."""
+def tiny_base(*, window: int = 2048) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """A token for each byte, answers in letters that do not end by themselves."""
     model, tokenizer = tiny_llama(max_position_embeddings=window), byte_tokenizer()
     model.generation_config.eos_token_id = None
     with torch.no_grad():
         for token in range(len(tokenizer)):
             if not tokenizer.decode([token]).isalpha():
                 model.lm_head.weight[token] = 0  # below the best of the others, nearly always
+    return model, tokenizer
+
+
+def tiny_dodo(*, seed: int = 0, window: int = 2048) -> Dodo:
+    """The same with adapters that do something."""
+    model, tokenizer = tiny_base(window=window)
     dodo = Dodo.from_model(model, tokenizer, small_config(keep_first=True, ratio=4.0))
     stir(dodo.compressor, seed=seed)
     dodo.stamp()

@@ -3,21 +3,26 @@
 import asyncio
 import copy
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from dodo.architecture import layers_of
 from dodo.errors import EngineClosed, FingerprintMismatch, InputError, QueueFull, WindowError
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
 from dodo.serving import engine as engine_module
+from dodo.serving.batch import Batch
+from dodo.serving.batch_cache import BatchCache
 from dodo.serving.engine import Engine, Piece, Request, Ticket
+from dodo.serving.progress import reporting
 from tests.conftest import small_config, stir, tiny_model, tokens
 from tests.standins.models import byte_tokenizer
 
@@ -87,7 +92,8 @@ def decoded(dodo: Dodo, token_ids: list[int]) -> str:
 
 def reference(dodo: Dodo, request: Request) -> list[int]:
     if request.nuggets is not None:
-        return dodo.generate_ids(request.nuggets, [list(request.input_ids)], max_new_tokens=request.max_new_tokens)[0]
+        prompts = None if request.input_ids is None else [list(request.input_ids)]
+        return dodo.generate_ids(request.nuggets, prompts, max_new_tokens=request.max_new_tokens)[0]
     prompt = torch.tensor([list(request.input_ids)])
     made = dodo.plain.generate(  # type: ignore[attr-defined]
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=request.max_new_tokens, do_sample=False, pad_token_id=0
@@ -154,7 +160,40 @@ def test_rows_over_nuggets_share_one_pass_and_rows_of_the_base_another(dodo: Dod
     for ticket in tickets:
         list(ticket)
     hook.remove()
-    assert [shape[0] for shape in seen if shape[1] == 1][:2] == [5, 3]
+    assert seen[:5] == [(5, 6), (5, 1), (3, 5), (5, 1), (3, 1)]
+
+
+def test_prompts_that_wait_are_read_together_but_no_more_than_so_many_tokens_between_two_of_an_answer(
+    dodo: Dodo, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 20)
+    asked = [
+        Request(context(dodo, i, length=20 + 9 * i), question(i, length), NEW) for i, length in enumerate((7, 2, 9, 30, 5, 4))
+    ]
+    running = dataclasses.replace(asked[0], max_new_tokens=60)
+    expected = [reference(dodo, request) for request in (running, *asked)]
+    engine, seen = start(dodo), []
+    ticket = engine.submit(running)
+    first = next(ticket)
+    with held_up(engine):
+        tickets = [engine.submit(request) for request in asked]
+        hook = dodo.compressor.base.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+    assert [ids([first, *ticket]), *(ids(list(each)) for each in tickets)] == expected
+    hook.remove()
+    assert [shape for shape in seen if shape[1] > 1] == [(2, 7), (1, 9), (1, 20), (1, 10), (2, 5)]
+    assert all(one[1] == 1 or other[1] == 1 for one, other in itertools.pairwise(seen))
+
+
+def test_without_a_prompt_the_text_is_rebuilt_also_in_company(dodo: Dodo, start: Callable[..., Engine]) -> None:
+    asked = requests(dodo, 3)
+    asked[1] = dataclasses.replace(asked[1], input_ids=None)
+    expected = [reference(dodo, request) for request in asked]
+    engine = start(dodo)
+    with held_up(engine):
+        tickets = [engine.submit(request) for request in asked]
+    assert [ids(list(ticket)) for ticket in tickets] == expected
 
 
 def test_a_prompt_read_in_pieces_gives_the_same(
@@ -269,11 +308,50 @@ def test_a_full_queue_refuses_at_once(dodo: Dodo, start: Callable[..., Engine]) 
     assert [len(list(ticket)) for ticket in tickets] == [NEW, NEW + 1]
 
 
+def test_a_prompt_whose_pass_fails_fails_alone(dodo: Dodo, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = requests(dodo, 4)
+    expected = [reference(dodo, request) for request in asked]
+    step, bad = Batch.step, asked[2]
+
+    def failing(self: Batch, tokens: int = 1) -> torch.Tensor:
+        if any(row.request is bad for row in self.rows):
+            raise MemoryError("no room")
+        return step(self, tokens)
+
+    monkeypatch.setattr(Batch, "step", failing)
+    engine = start(dodo)
+    with held_up(engine):
+        tickets = [engine.submit(request) for request in asked]
+    with pytest.raises(MemoryError, match="no room"):
+        list(tickets[2])
+    assert [ids(list(tickets[i])) for i in (0, 1, 3)] == [expected[i] for i in (0, 1, 3)]
+
+
+def test_memory_that_runs_out_when_a_row_leaves_ends_no_other_engine(
+    dodo: Dodo, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, long = requests(dodo, 2)
+    expected = reference(dodo, short)
+    engine = start(dodo)
+
+    def leave(self: BatchCache, row: int) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchCache, "leave", leave)
+        with held_up(engine):
+            tickets = [engine.submit(request) for request in (short, dataclasses.replace(long, max_new_tokens=100))]
+        assert ids(list(tickets[0])) == expected
+        with pytest.raises(MemoryError, match="no room"):
+            list(tickets[1])
+    assert ids(list(engine.submit(short))) == expected
+
+
 def test_a_prompt_that_fails_fails_alone(dodo: Dodo, start: Callable[..., Engine]) -> None:
     asked = requests(dodo, 3)
     good = asked[1].nuggets
     assert good is not None
-    damaged = dataclasses.replace(good, keys=good.keys[..., :3])
+    damaged = dataclasses.replace(good, values=good.values[..., :3, :])
     engine = start(dodo)
     with held_up(engine):
         tickets = [engine.submit(r) for r in (asked[0], dataclasses.replace(asked[1], nuggets=damaged), asked[2])]
@@ -289,8 +367,12 @@ def test_a_pass_that_fails_ends_its_rows_and_the_engine_goes_on(
     request = requests(dodo, 1)[0]
     expected = reference(dodo, request)
 
-    def step(self: object) -> None:
-        raise MemoryError("no room")
+    whole = Batch.step
+
+    def step(self: Batch, tokens: int = 1) -> torch.Tensor:
+        if tokens == 1:
+            raise MemoryError("no room")
+        return whole(self, tokens)
 
     with monkeypatch.context() as patch:
         patch.setattr("dodo.serving.batch.Batch.step", step)
@@ -400,6 +482,72 @@ def test_other_work_runs_on_the_models_thread_between_tokens(dodo: Dodo, start: 
     with pytest.raises(ZeroDivisionError):
         engine.run(divmod, 1, 0).result(60)
     assert ids([first, *ticket]) == answer
+
+
+@contextmanager
+def slow(dodo: Dodo) -> Iterator[list[float]]:
+    """Within it, each layer takes its time over long texts; says when each of them was at it."""
+    begun: list[float] = []
+
+    def wait(_: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        if args[0].shape[1] > 50:
+            begun.append(time.monotonic())
+            time.sleep(0.05)
+
+    hooks = [layer.register_forward_pre_hook(wait, with_kwargs=True) for layer in layers_of(dodo.compressor.base)]
+    yield begun
+    for hook in hooks:
+        hook.remove()
+
+
+def test_answers_go_on_while_a_long_text_is_compressed_and_both_are_as_if_alone(dodo: Dodo, start: Callable[..., Engine]) -> None:
+    request = dataclasses.replace(requests(dodo, 1)[0], max_new_tokens=150)
+    answer, expected = reference(dodo, request), context(dodo, 3, length=100)
+    engine, shares = start(dodo), list[float]()
+
+    def compress() -> tuple[int, Nuggets, int]:
+        before = engine.stats().tokens
+        with reporting(dodo.compressor, 100, shares.append):
+            made = context(dodo, 3, length=100)
+        return before, made, engine.stats().tokens
+
+    with slow(dodo) as begun:
+        ticket = engine.submit(request)
+        first = next(ticket)
+        before, made, after = engine.run(compress).result(60)
+    assert len(begun) == 6  # two layers for the features, four to encode
+    assert after - before >= 2  # half of the time is theirs
+    assert torch.equal(made.keys, expected.keys) and torch.equal(made.indices, expected.indices)
+    assert shares == sorted(shares) and shares[-1] == 1 and len(shares) == 5  # the last layer ends early
+    assert ids([first, *ticket]) == answer
+
+
+def test_a_question_that_comes_while_a_long_text_is_compressed_is_answered_before_it_is_done(
+    dodo: Dodo, start: Callable[..., Engine]
+) -> None:
+    request = requests(dodo, 1)[0]
+    expected = reference(dodo, request)
+    engine = start(dodo)
+    with slow(dodo) as begun:
+        compressing = engine.run(context, dodo, 3)
+        other = engine.run(lambda: context(dodo, 4, length=100))
+        assert eventually(lambda: len(begun) >= 1)
+        ticket = engine.submit(dataclasses.replace(request, max_new_tokens=1))
+        assert ids(list(ticket)) == expected[:1]
+        assert compressing.done() and not other.done()
+        other.result(60)
+
+
+def test_work_that_is_cancelled_or_that_closing_meets_ends_at_the_next_layer(dodo: Dodo, start: Callable[..., Engine]) -> None:
+    engine = start(dodo)
+    for stop, error in ((None, CancelledError), (engine.close, EngineClosed)):
+        with slow(dodo) as begun:
+            compressing = engine.run(lambda: context(dodo, 4, length=100))
+            assert eventually(lambda begun=begun: len(begun) >= 1)
+            (stop or compressing.cancel)()
+            with pytest.raises(error):
+                compressing.result(60)
+            assert len(begun) < 6
 
 
 # -- refusals

@@ -104,7 +104,8 @@ def test_a_folder_with_a_run_is_not_overwritten(recipe_file: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "setting", ["running.stesp=3", "running.strategy=fsdp", "optimiser.lr=1", "running.steps=many", "mixture.ratio.low=0"]
+    "setting",
+    ["running.stesp=3", "running.strategy=deepspeed_stage_3", "optimiser.lr=1", "running.steps=many", "mixture.ratio.low=0"],
 )
 def test_unknown_keys_and_wrong_values_are_refused(recipe_file: Path, setting: str) -> None:
     with pytest.raises(InputError):
@@ -268,6 +269,40 @@ def test_deepspeed_on_two_processes_equals_accumulation_in_one_and_resumes(recip
     a, b = (Dodo.from_pretrained(folder / "last").compressor.named_parameters() for folder in (one, two))
     for (name, p), (_, q) in zip(a, b, strict=True):
         torch.testing.assert_close(p, q, atol=1e-4, rtol=1e-3, msg=name)
+
+
+@pytest.mark.slow
+def test_fsdp_on_two_processes_equals_accumulation_in_one_and_resumes(recipe_file: Path, tmp_path: Path) -> None:
+    settings = [
+        *("optimizer.shape=constant", "optimizer.warmup=1", "optimizer.period=1"),
+        *("mixture.continuation=2", "mixture.context={low: 8, mode: 12, high: 16}", "mixture.following=4"),
+        *("mixture.autoregressive=2", *AUTOREGRESSIVE[2:]),
+        *("running.checkpoint_gradients=true", "running.reconstruct=2", "running.validate_every=2"),
+    ]
+    one, two = tmp_path / "one", tmp_path / "two"
+    whole = train(load_recipe(recipe_file, [*settings, "running.steps=4", "running.accumulate=2"]), one, progress=False)
+    command = [sys.executable, "-m", "dodo", "train", str(recipe_file), "--out", str(two), "--json"]
+    command += [f"--set={setting}" for setting in (*settings, "running.devices=2", "running.strategy=fsdp")]
+    for more in (["--set=running.steps=2"], ["--set=running.steps=4", "--resume"]):
+        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout)
+    assert (result["steps"], result["tokens"], result["finished"]) == (4, whole.tokens, True)
+    a, b = _trained(one), _trained(two)
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3, msg=name)
+    a, b = _validation(one), _validation(two)
+    assert a.keys() == b.keys()
+    assert len({name.split("/")[1] for _, name in a if name.startswith("loss/")}) >= 3, a.keys()
+    for key in a:
+        assert b[key] == pytest.approx(a[key], abs=1e-4), key
+    assert (one / "samples.txt").read_text() == (two / "samples.txt").read_text()
+
+
+def _validation(folder: Path) -> dict[tuple[str, str], float]:
+    rows = [line.split(",") for line in (folder / "validation.csv").read_text().splitlines()[1:]]
+    return {(step, name): float(value) for step, name, value in rows if name not in ("tokens", "seconds")}
 
 
 def test_a_run_that_is_resumed_with_a_later_end_equals_one_that_had_it_from_the_start(recipe_file: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ __all__ = ["command"]
 Examples:
   dodo compress-corpus reports/ nuggets/
   dodo compress-corpus papers.jsonl.xz nuggets/ --ratio 20 --storage int8 --workers 4
+  dodo compress-corpus papers.jsonl.xz nuggets/ --ray --ray-address auto --workers 16
 
 \b
 OUT/index.jsonl says which file holds which document. Run the same again after
@@ -33,6 +34,9 @@ an interruption, or when documents were added: what is done is skipped.
 @click.option(
     "--workers", type=click.IntRange(1, 256), default=1, show_default=True, metavar="N", help="Processes, each with the model."
 )
+@click.option("--ray", is_flag=True, help="Run the workers on Ray: here, or on the cluster at --ray-address.")
+@click.option("--ray-address", metavar="A", help="Of a Ray cluster to join, or auto. [default: start one here]")
+@click.option("--gpus-per-worker", type=click.FloatRange(0), metavar="G", help="GPUs of each on Ray, or a fraction. [default: 0]")
 @json_option
 def command(
     source: Path,
@@ -44,24 +48,42 @@ def command(
     dtype: str,
     storage: str | None,
     workers: int,
+    ray: bool,
+    ray_address: str | None,
+    gpus_per_worker: float | None,
     as_json: bool,
 ) -> None:
     """Compress each document in INPUT and write it to the folder OUT.
 
     INPUT is a folder of texts (.txt, .md), JSON lines (.jsonl, .jsonl.xz, .jsonl.gz; the field 'text' of each) and parquet
     files, or one such file. Documents that fail are listed at the end, and the exit code is 1.
+
+    With --ray, all machines must see INPUT, OUT and the model under the same names, and have Dodo.
     """
     check_selection(ratio, nuggets)
-    if device is not None:
+    for flag, value in (("--ray-address", ray_address), ("--gpus-per-worker", gpus_per_worker)):
+        if value is not None and not ray:
+            raise click.UsageError(f"{flag} {value}: is for workers on Ray; add --ray")
+    if device is not None and not ray:  # the workers may have what this machine lacks
         check_device(device)
-    from dodo.corpus.run import Settings, compress_corpus
+    from dodo.corpus.work import Settings
 
     settings = Settings(model, device=device, dtype=dtype, ratio=ratio, nuggets=nuggets, storage=storage)
     began = time.perf_counter()
     with counter("documents") as show:
-        report = compress_corpus(
-            source, out, settings, workers=workers, initializer=silence_libraries, progress=lambda done: show(done, 0)
-        )
+        more: dict[str, Any] = {
+            "workers": workers,
+            "initializer": silence_libraries,
+            "progress": lambda done: show(done, 0),
+        }
+        if ray:
+            from dodo.corpus.on_ray import compress_corpus_on_ray
+
+            report = compress_corpus_on_ray(source, out, settings, address=ray_address, gpus=gpus_per_worker or 0, **more)
+        else:
+            from dodo.corpus.run import compress_corpus
+
+            report = compress_corpus(source, out, settings, **more)
 
     warned = [row for row in report.rows if row["warnings"]]
     if warned:

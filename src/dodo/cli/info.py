@@ -88,7 +88,7 @@ def _known(name: str) -> tuple[dict[str, Any], "DodoConfig", "list[ParameterRow]
 
 
 def _architecture(config: Any, bytes_per_number: int) -> dict[str, Any]:
-    from dodo.architecture import window_of
+    from dodo.architecture import state_bytes, window_of
 
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -101,7 +101,7 @@ def _architecture(config: Any, bytes_per_number: int) -> dict[str, Any]:
         "key_value_heads": key_heads,
         "head_width": width,
         "window": window_of(config),
-        "cache_bytes_per_token": 2 * config.num_hidden_layers * key_heads * width * bytes_per_number,
+        "cache_bytes_per_token": state_bytes(config, bytes_per_number=bytes_per_number),
     }
 
 

@@ -1,12 +1,18 @@
 """`dodo serve`: an OpenAI-style server over compressed contexts."""
 
+import math
 import socket
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from dodo.cli.options import json_option, load_model, model_options, note_fresh, ratio_value
 from dodo.cli.terminal import echo_json, note
+
+if TYPE_CHECKING:
+    from dodo.serving.settings import Settings
 
 __all__ = ["command"]
 
@@ -20,6 +26,7 @@ Examples:
   dodo serve --port 8080 --store ~/contexts --max-disk 20000
   dodo serve --host 0.0.0.0 --api-key-file keys.txt
   dodo serve --compress-over 1000 --ratio 5
+  dodo serve --ray --replicas 4 --gpus-per-replica 1
 """
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; beyond loopback it needs keys.")
@@ -49,6 +56,11 @@ Examples:
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), default=300, show_default=True, help="Seconds for a request."
 )
+@click.option("--ray", is_flag=True, help="Run replicas on Ray: here, or on the cluster at --ray-address.")
+@click.option("--ray-address", metavar="A", help="Of a Ray cluster to join, or auto. [default: start one here]")
+@click.option("--replicas", type=click.IntRange(min=1), metavar="N", help="How many, each with the model. [default: 1]")
+@click.option("--cpus-per-replica", type=click.FloatRange(0, min_open=True), metavar="C", help="CPUs of each. [default: 1]")
+@click.option("--gpus-per-replica", type=click.FloatRange(0), metavar="G", help="GPUs of each, or a fraction. [default: 0]")
 @model_options
 @json_option
 def command(
@@ -67,6 +79,11 @@ def command(
     max_batch: int,
     max_queue: int,
     timeout: float,
+    ray: bool,
+    ray_address: str | None,
+    replicas: int | None,
+    cpus_per_replica: float | None,
+    gpus_per_replica: float | None,
     model: str,
     device: str | None,
     dtype: str,
@@ -75,6 +92,9 @@ def command(
     """Keep documents compressed, and answer questions over them for any OpenAI client.
 
     The API's documentation is at /docs of the server. With --json, stdout says where it listens.
+
+    With --ray, Ray's proxies listen at that address on each machine with replicas, and Dodo and the model must be there under
+    the same names; the store is this machine's folder for all of them. --max-memory, --max-batch and --max-queue are of each.
     """
     try:
         import uvicorn
@@ -88,9 +108,19 @@ def command(
         raise click.UsageError(f"--host {host}: others could ask as well; add --api-key-file FILE, or listen at 127.0.0.1")
     if ratio is not None and compress_over is None:
         raise click.UsageError(f"--ratio {ratio:g}: is for messages that are compressed; add --compress-over N")
+    for flag, value in {
+        "--ray-address": ray_address,
+        "--replicas": replicas,
+        "--cpus-per-replica": cpus_per_replica,
+        "--gpus-per-replica": gpus_per_replica,
+    }.items():
+        if value is not None and not ray:
+            raise click.UsageError(f"{flag} {value}: is for a server on Ray; add --ray")
     settings = Settings(
         store=store or _default_store(),
         model=model,
+        device=device,
+        dtype=dtype,
         keys=() if api_key_file is None else read_keys(api_key_file),
         cors_origins=cors_origins,
         compress_over=compress_over,
@@ -108,18 +138,42 @@ def command(
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise click.ClickException(f"can't listen at {host}, port {port}: {error.strerror or error}") from None
+    port = listening.getsockname()[1]
+    if ray:
+        listening.close()
+        number, cpus, gpus = replicas or 1, cpus_per_replica or 1.0, gpus_per_replica or 0.0
+        _serve_on_ray(settings, number, cpus, gpus, ray_address, host=host, port=port, as_json=as_json)
+        return
     with listening:
         dodo, _ = load_model(model, device, dtype)
         note_fresh(dodo)
-        shown = f"[{host}]" if ":" in host else host
-        address = f"http://{shown}:{listening.getsockname()[1]}"
-        if as_json:
-            echo_json({"address": address, "model": model, "store": str(settings.store)})
-        note(f"serving {model} at {address} (contexts in {settings.store}); Ctrl-C ends it")
+        _say_where(settings, host, port, as_json)
         server = uvicorn.Server(uvicorn.Config(make_app(settings, dodo), log_level="warning", timeout_graceful_shutdown=5))
         server.run(sockets=[listening])
     if not server.started:
         raise click.ClickException("the server could not start; what it said stands above")
+
+
+def _serve_on_ray(
+    settings: "Settings", number: int, cpus: float, gpus: float, address: str | None, *, host: str, port: int, as_json: bool
+) -> None:
+    """Until it is interrupted."""
+    from dodo.cluster import joined
+    from dodo.serving.on_ray import Replicas, deployed
+
+    replicas = Replicas(number, cpus, gpus)
+    with joined(address, cpus=math.ceil(number * cpus)), deployed(settings, replicas, host=host, port=port):
+        _say_where(settings, host, port, as_json)
+        while True:
+            time.sleep(3600)
+
+
+def _say_where(settings: "Settings", host: str, port: int, as_json: bool) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{port}"
+    if as_json:
+        echo_json({"address": address, "model": settings.model, "store": str(settings.store)})
+    note(f"serving {settings.model} at {address} (contexts in {settings.store}); Ctrl-C ends it")
 
 
 def _default_store() -> Path:

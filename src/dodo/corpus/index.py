@@ -44,6 +44,10 @@ class Index:
         path = self._folder / f"{key}.nuggets"
         return path.is_file() and path.stat().st_size == self._done[key]["bytes"]
 
+    def done(self) -> frozenset[str]:
+        """The keys for which there are both."""
+        return frozenset(key for key in self._done if self.has(key))
+
     def put(self, document: str, key: str, made: Row | None) -> Row:
         """The row of a document, written if it is not the one that counts. made: None if its file was there."""
         known = self._done[key] if made is None else made

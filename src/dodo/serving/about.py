@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dodo import __version__
+from dodo.prompts import QUESTION
 from dodo.serving.service import Asked, Service
 
 __all__ = ["router"]
@@ -28,8 +29,9 @@ def model(name: str, service: Asked) -> dict[str, Any]:
 
 @router.get("/health")
 def health(request: Request) -> dict[str, Any]:
-    """Whether the model is loaded. Needs no key."""
+    """Whether the model is loaded and answers. Needs no key."""
     service: Service = request.app.state.service
+    service.engine.check_open()
     stats = service.engine.stats()
     return {"status": "ok", "version": __version__, "running": stats.running, "queued": stats.queued}
 
@@ -51,4 +53,5 @@ def _model(service: Service) -> dict[str, Any]:
         "ratio": dodo.config.ratio,
         "trained_ratios": dodo.config.trained_ratios,
         "fingerprint": vars(dodo.fingerprint),
+        "question_prompt": QUESTION,
     }

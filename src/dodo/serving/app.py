@@ -1,50 +1,45 @@
 """The app: routes, middleware and the model, put together.
 
-    app = make_app(Settings(store=Path("contexts")))
-    uvicorn.run(app)
-
-Pages are served from the folder `page` beside this file, if there is one with an index.html.
+app = make_app(Settings(store=Path("contexts")))
+uvicorn.run(app)
 """
 
 import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.staticfiles import StaticFiles
 
 from dodo import __version__
 from dodo.model import Dodo
-from dodo.serving import about, completions, contexts, failures
+from dodo.serving import about, completions, contexts, failures, inspections, pages, reconstruction
 from dodo.serving.guard import BodyLimit, Browsers, Keys, bearer
 from dodo.serving.metrics import Metrics, Observed
 from dodo.serving.schemas import ErrorBody
 from dodo.serving.service import Service
 from dodo.serving.settings import Settings
+from dodo.serving.store import Store
 
-__all__ = ["PAGE", "load", "make_app"]
-
-PAGE = Path(__file__).parent / "page"
-"""Static files, served at /."""
+__all__ = ["load", "make_app"]
 
 
-def make_app(settings: Settings, dodo: Dodo | None = None) -> FastAPI:
+def make_app(settings: Settings, dodo: Dodo | None = None, *, store: Store | None = None) -> FastAPI:
     """An ASGI app that serves one model.
 
     Args:
         settings: see there.
         dodo: the model; None loads the one that the settings name when the app starts.
+        store: of the contexts, closed when the app ends; None opens the folder that the settings name.
     """
     metrics = Metrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         model = await asyncio.to_thread(load, settings) if dodo is None else dodo
-        service = app.state.service = Service.start(settings, model, metrics, now=int(time.time()))
+        service = app.state.service = Service.start(settings, model, metrics, now=int(time.time()), store=store)
         try:
             yield
         finally:
@@ -62,10 +57,9 @@ def make_app(settings: Settings, dodo: Dodo | None = None) -> FastAPI:
         dependencies=[Depends(bearer)],
     )
     failures.install(app)
-    for part in (contexts, completions, about):
+    for part in (contexts, inspections, reconstruction, completions, about):
         app.include_router(part.router)
-    if (PAGE / "index.html").exists():
-        app.mount("/", StaticFiles(directory=PAGE, html=True), name="page")
+    pages.install(app)
     app.add_middleware(BodyLimit, limit=settings.max_body)
     if settings.keys:
         app.add_middleware(Keys, keys=settings.keys)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,10 @@ from dodo.serving import request as engine_request
 from dodo.serving.answers import Answers, Streamed, unless_hung_up
 from dodo.serving.failures import ApiError, failure
 from dodo.serving.formats import ChatFormat, Format, TextFormat, Usage
-from dodo.serving.schemas import ChatRequest, CompletionRequest, SamplingRequest
+from dodo.serving.schemas import ChatRequest, CompletionRequest, Sampling
 from dodo.serving.service import Asked, Service
 
-__all__ = ["router"]
+__all__ = ["Prepared", "joined", "respond", "router"]
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 
@@ -32,9 +32,17 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Prepared:
+    """What is asked.
+
+    nuggets: what the prompts stand behind.
+    prompts: token ids; None asks for the text of the nuggets.
+    tokens: of an answer, where the request does not say.
+    """
+
     nuggets: Nuggets | None
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Sequence[int] | None]
+    tokens: int
 
 
 @router.post("/chat/completions", responses=_STREAM)
@@ -44,34 +52,34 @@ async def chat(asked: ChatRequest, request: Request, service: Asked) -> Response
     With `context_ids` the conversation stands behind these contexts, and its last message is asked as a question about them.
     """
 
-    async def prepare() -> _Prepared:
+    async def prepare() -> Prepared:
         turns = [("system" if message.role == "developer" else message.role, message.text) for message in asked.messages]
         conversation = await service.intake.turns(turns)
-        nuggets = await _joined(service, asked.context_ids, conversation.nuggets)
+        nuggets = await joined(service, asked.context_ids, conversation.nuggets)
         over = nuggets is not None
         ids = await asyncio.to_thread(service.prompting.conversation, conversation.turns, over_contexts=over)
-        return _Prepared(nuggets, [ids])
+        return Prepared(nuggets, [ids], CHAT_TOKENS)
 
+    service.check_model(asked.model)
     top = (asked.top_logprobs or 0) if asked.logprobs else None
     wanted = asked.max_completion_tokens or asked.max_tokens
     form = ChatFormat(service.prompting.token)
-    return await _respond(request, service, asked, prepare, form, wanted=wanted, default=CHAT_TOKENS, top=top)
+    return await respond(request, service, asked, prepare, form, wanted=wanted, top=top)
 
 
 @router.post("/completions", responses=_STREAM)
 async def complete(asked: CompletionRequest, request: Request, service: Asked) -> Response:
     """Go on with the prompt, behind the contexts if there are any."""
 
-    async def prepare() -> _Prepared:
-        nuggets = await _joined(service, asked.context_ids, ())
+    async def prepare() -> Prepared:
+        nuggets = await joined(service, asked.context_ids, ())
         tokens = service.prompting.document if nuggets is None else service.prompting.continuation
         rows = [p if isinstance(p, list) else await asyncio.to_thread(tokens, _filled(p)) for p in asked.prompts]
-        return _Prepared(nuggets, rows)
+        return Prepared(nuggets, rows, TEXT_TOKENS)
 
+    service.check_model(asked.model)
     form = TextFormat(service.prompting.token)
-    return await _respond(
-        request, service, asked, prepare, form, wanted=asked.max_tokens, default=TEXT_TOKENS, top=asked.logprobs
-    )
+    return await respond(request, service, asked, prepare, form, wanted=asked.max_tokens, top=asked.logprobs)
 
 
 def _filled(prompt: str) -> str:
@@ -80,7 +88,7 @@ def _filled(prompt: str) -> str:
     return prompt
 
 
-async def _joined(service: Service, ids: Sequence[str], more: Sequence[Nuggets]) -> Nuggets | None:
+async def joined(service: Service, ids: Sequence[str], more: Sequence[Nuggets]) -> Nuggets | None:
     """Stored contexts and the nuggets of messages as one text."""
 
     def join() -> Nuggets | None:
@@ -90,39 +98,51 @@ async def _joined(service: Service, ids: Sequence[str], more: Sequence[Nuggets])
         parts += more
         if len({part.scheme for part in parts}) > 1:
             parts = [part.compact() for part in parts]
-        return Nuggets.cat([part.to(dtype=service.dodo.compressor.base.dtype) for part in parts]) if parts else None
+        parts = [part.to(dtype=service.dodo.compressor.base.dtype) for part in parts]
+        return Nuggets.cat(parts) if len(parts) > 1 else parts[0] if parts else None
 
     return await asyncio.to_thread(join)
 
 
-async def _respond(
+async def respond(
     request: Request,
     service: Service,
-    asked: SamplingRequest,
-    prepare: Any,
+    asked: Sampling,
+    prepare: Callable[[], Awaitable[Prepared]],
     form: Format,
     *,
     wanted: int | None,
-    default: int,
     top: int | None,
 ) -> Response:
+    """Answer a request, whole or as a stream.
+
+    Args:
+        asked: how to choose tokens, and how to answer.
+        prepare: finds out what is asked; part of the time that the request may take.
+        form: how the answer is written.
+        wanted: tokens of each answer, if the request says so.
+        top: so many of the likeliest tokens with each token; None: none.
+
+    Raises:
+        ApiError: more tokens or answers than the server gives.
+    """
     settings = service.settings
-    service.check_model(asked.model)
     deadline = time.monotonic() + settings.timeout
     if wanted is not None and wanted > settings.max_new_tokens:
         raise ApiError(400, f"answers have {settings.max_new_tokens:,} tokens at most here", code="bad_input", param="max_tokens")
 
     async def begin() -> tuple[Answers, Usage]:
         async with asyncio.timeout(settings.timeout):
-            prepared: _Prepared = await prepare()
-        nuggets, rows, copies = prepared.nuggets, prepared.prompts, asked.n or 1
+            prepared = await prepare()
+        nuggets, rows, default, copies = prepared.nuggets, prepared.prompts, prepared.tokens, asked.n or 1
+        lengths = [1 if row is None else len(row) for row in rows]
         if len(rows) * copies > settings.max_choices:
             raise ApiError(
                 400, f"there are {settings.max_choices} answers to a request at most here", code="bad_input", param="n"
             )
-        window, longest = service.dodo.compressor.window, max(len(row) for row in rows)
+        window, longest = service.dodo.compressor.window, max(lengths)
         if nuggets is not None and int(nuggets.next_positions) + longest + (wanted or default) > window:
-            nuggets = nuggets.compact()
+            nuggets = await asyncio.to_thread(nuggets.compact)
         room = window - longest - (0 if nuggets is None else int(nuggets.next_positions))
         tokens = wanted or max(1, min(default, settings.max_new_tokens, room))
         requests = [
@@ -140,7 +160,7 @@ async def _respond(
             for copy in range(copies)
         ]
         states, original = (0, 0) if nuggets is None else (int(nuggets.states), int(nuggets.lengths + nuggets.sinks))
-        usage = Usage(sum(map(len, rows)), states * len(rows), original * len(rows))
+        usage = Usage(sum(lengths), states * len(rows), original * len(rows))
         return Answers(service.engine, requests, seconds=deadline - time.monotonic()), usage
 
     head = {"id": form.id, "created": int(time.time()), "model": service.model}

@@ -3,19 +3,17 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
-from starlette.datastructures import UploadFile
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from dodo.errors import UnsupportedFileError
 from dodo.nuggets import Nuggets
+from dodo.serving import documents
 from dodo.serving.answers import unless_hung_up
-from dodo.serving.extraction import extract, is_nuggets
+from dodo.serving.documents import File
+from dodo.serving.extraction import is_nuggets
 from dodo.serving.failures import ApiError, failure
 from dodo.serving.schemas import ContextList, ContextObject, ContextRequest, Deleted
 from dodo.serving.service import Asked, Service
@@ -26,40 +24,12 @@ router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
 
 Report = Callable[[dict[str, Any]], None]
 
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {"schema": ContextRequest.model_json_schema()},
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file"],
-                    "additionalProperties": False,
-                    "properties": {
-                        "file": {"type": "string", "format": "binary", "description": "txt, md, html, pdf, docx or nuggets."},
-                        "name": {"type": "string", "maxLength": 200},
-                        "ratio": {"type": "number", "minimum": 1},
-                        "nuggets": {"type": "integer", "minimum": 1},
-                    },
-                }
-            },
-        },
-    }
-}
-
-
-@dataclass(frozen=True)
-class _File:
-    data: bytes
-    name: str
-
 
 @router.post(
     "",
     status_code=201,
     response_model=ContextObject,
-    openapi_extra=_BODY,
+    openapi_extra=documents.body(ContextRequest),
     responses={200: {"content": {"text/event-stream": {}}, "description": "Events, where they are asked for."}},
 )
 async def add(request: Request, service: Asked) -> Response:
@@ -68,7 +38,7 @@ async def add(request: Request, service: Asked) -> Response:
     With `Accept: text/event-stream` it answers with events: `progress` with a stage and the share that is done, then `done` with
     the context, or `error`.
     """
-    source, wanted = await _read(request)
+    source, wanted = await documents.read(request, ContextRequest)
     if "text/event-stream" in request.headers.get("accept", ""):
         return StreamingResponse(_events(service, source, wanted), media_type="text/event-stream")
 
@@ -119,37 +89,21 @@ async def download(context_id: str, service: Asked) -> Response:
     return Response(data, media_type="application/octet-stream", headers=headers)
 
 
-async def _read(request: Request) -> tuple[str | _File, ContextRequest]:
-    """The text or file in a request's body, and what is wanted of it."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "application/json":
-        wanted = ContextRequest.model_validate_json(await request.body())
-        return wanted.text, wanted
-    if kind != "multipart/form-data":
-        raise UnsupportedFileError("the body must be application/json, or multipart/form-data with a file")
-    async with request.form(max_files=1, max_fields=8) as form:
-        file, fields = form.get("file"), {name: value for name, value in form.multi_items() if name != "file"}
-        if not isinstance(file, UploadFile):
-            raise ApiError(422, "file: is missing; send one as a part of that name", code="invalid_value", param="file")
-        name = PurePath(file.filename or "").name
-        wanted = ContextRequest.model_validate({"name": name[-200:] or None, **fields, "text": ""})
-        return _File(await file.read(), name), wanted
-
-
-async def _keep(service: Service, source: str | _File, wanted: ContextRequest, report: Report) -> ContextObject:
+async def _keep(service: Service, source: str | File, wanted: ContextRequest, report: Report) -> ContextObject:
     nuggets = await _nuggets(service, source, wanted, report)
     report({"stage": "storing"})
-    return ContextObject.of(await asyncio.to_thread(lambda: service.store.add(nuggets, name=wanted.name)))
+    name = source.name[-200:] or None if isinstance(source, File) and wanted.name is None else wanted.name
+    return ContextObject.of(await asyncio.to_thread(lambda: service.store.add(nuggets, name=name)))
 
 
-async def _nuggets(service: Service, source: str | _File, wanted: ContextRequest, report: Report) -> Nuggets:
-    if isinstance(source, _File):
+async def _nuggets(service: Service, source: str | File, wanted: ContextRequest, report: Report) -> Nuggets:
+    if isinstance(source, File):
         report({"stage": "reading", "bytes": len(source.data)})
         if is_nuggets(source.data, source.name):
             if wanted.ratio is not None or wanted.nuggets is not None:
                 raise ApiError(400, "a nuggets file is compressed already; leave ratio and nuggets out", code="bad_input")
             return await service.intake.file(source.data)
-        source = await asyncio.to_thread(extract, source.data, source.name) if source.data else ""
+        source = await asyncio.to_thread(source.text)
     tokens = 0
 
     def begun(count: int) -> None:
@@ -165,7 +119,7 @@ async def _nuggets(service: Service, source: str | _File, wanted: ContextRequest
     return made
 
 
-async def _events(service: Service, source: str | _File, wanted: ContextRequest) -> AsyncIterator[str]:
+async def _events(service: Service, source: str | File, wanted: ContextRequest) -> AsyncIterator[str]:
     loop, coming = asyncio.get_running_loop(), asyncio.Queue[tuple[str, dict[str, Any]] | None]()
 
     def report(event: dict[str, Any]) -> None:  # also from the model's thread

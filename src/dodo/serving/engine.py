@@ -1,8 +1,9 @@
 """The engine: one thread that owns the model and answers many requests at once.
 
 Requests join and leave between tokens. Each turn of the thread does at most one other job (compressing, say), reads a bounded
-number of prompt tokens, and decodes one token for all rows over nuggets in one forward pass, and for all rows of the plain base
-in another. A request's answer is the same alone and in company.
+number of prompt tokens in one forward pass, and decodes one token for all rows over nuggets in another, and for all rows of the
+plain base in a third. A long job takes turns with the answers, between the parts of the model's layers. A request's answer is
+the same alone and in company.
 
     engine = Engine(dodo)
     ticket = engine.submit(Request(nuggets, prompt_ids, max_new_tokens=64))
@@ -16,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +26,14 @@ from torch import Tensor
 from dodo.errors import EngineClosed, InputError, QueueFull, WindowError
 from dodo.model import Dodo
 from dodo.serving.answer import Answer
-from dodo.serving.batch import Batch, Prompt, Row
+from dodo.serving.batch import Batch, Row
+from dodo.serving.progress import pausing
 from dodo.serving.request import Piece, Request, Ticket
 
 __all__ = ["Engine", "Piece", "QueueFull", "Request", "Stats", "Ticket"]
 
 PROMPT_TOKENS = 512
-"""Prompt tokens read between two tokens of those who are decoding."""
+"""Prompt tokens read between two tokens of those who are decoding, padding among them."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,18 @@ class Stats:
     queued: int
     states: int
     tokens: int
+
+
+class _Job(Future[Any]):
+    """A function to be called, and its result. `cancel` also tells a function that is running to end."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.function, self.args, self.wanted = function, args, True
+
+    def cancel(self) -> bool:
+        self.wanted = False
+        return super().cancel()
 
 
 class Engine:
@@ -73,13 +87,15 @@ class Engine:
 
         self._changed = threading.Condition()  # guards the next three
         self._waiting: deque[Ticket] = deque()
-        self._jobs: deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._jobs: deque[_Job] = deque()
         self._closed = False
 
         self._over_nuggets = Batch(dodo.compressor, with_theta=True)
         self._plain = Batch(dodo.compressor, with_theta=False)
         self._batches = (self._over_nuggets, self._plain)
-        self._joining: Row | None = None
+        self._reading: Batch | None = None  # prompts; several are read in one pass, a longer one in pieces by itself
+        self._apart: list[Ticket] = []  # of a pass that failed: each is read again, by itself
+        self._answers_until = 0.0  # seconds: a job that runs goes on until then, before answers have a turn
         self._tokens = 0
         self._seconds = 1.0  # from a request's beginning to its answer's end, recent ones on average
         self._thread = threading.Thread(target=self._work, name="dodo-engine", daemon=True)
@@ -100,7 +116,7 @@ class Engine:
         self._check(request)
         ticket = Ticket(request, when_cancelled=self._give_up)
         with self._changed:
-            self._check_open()
+            self.check_open()
             if len(self._waiting) >= self._max_queue:
                 running = max(1, self.stats().running)  # of these, one is done in so many seconds
                 raise QueueFull(len(self._waiting), retry_after=max(1.0, self._seconds / running))
@@ -109,27 +125,34 @@ class Engine:
         return ticket
 
     def run(self, function: Callable[..., Any], *args: Any) -> "Future[Any]":
-        """Call a function that uses the model, on the model's thread, between tokens; answers wait meanwhile.
+        """Call a function that uses the model, on the model's thread, between tokens.
 
-        The function must not wait for answers, nor for another call.
+        While it runs the model, answers go on between the parts of the layers, for half of the time at most; while it does
+        something else they wait. It must not wait for answers, nor for another call.
 
         Returns:
-            Its result to come. Cancelling it works until it is called.
+            Its result to come. When it is cancelled, or the engine closed, the function is not called, or is ended by an
+            exception between two parts of a layer.
 
         Raises:
             EngineClosed: after `close`.
         """
-        future: Future[Any] = Future()
+        job = _Job(function, args)
         with self._changed:
-            self._check_open()
-            self._jobs.append((future, function, args))
+            self.check_open()
+            self._jobs.append(job)
             self._changed.notify()
-        return future
+        return job
 
     def stats(self) -> Stats:
         """How things stand."""
-        running = sum(len(batch.rows) for batch in self._batches) + (self._joining is not None)
-        return Stats(running, len(self._waiting), sum(batch.states for batch in self._batches), self._tokens)
+        states = sum(batch.states for batch in self._batches)
+        return Stats(len(self._running()), len(self._waiting), states, self._tokens)
+
+    def check_open(self) -> None:
+        """Raise EngineClosed after `close`, or when the model's thread has died."""
+        if self._closed:
+            raise EngineClosed("the engine has been closed")
 
     def close(self) -> None:
         """Stop at the next token. What is unanswered then ends with `EngineClosed`; closing again does nothing."""
@@ -146,18 +169,14 @@ class Engine:
                 ticket.end()
             self._changed.notify()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosed("the engine has been closed")
-
     def _check(self, request: Request) -> None:
         start = 0
         if request.nuggets is not None:
             self._dodo.fingerprint.check(request.nuggets.fingerprint, what="the compressed text")
             start = int(request.nuggets.next_positions)
-        if not all(0 <= token < self._vocabulary for token in request.input_ids):
+        if not all(0 <= token < self._vocabulary for token in request.input_ids or ()):
             raise InputError(f"token ids of the prompt must be 0 .. {self._vocabulary - 1}")
-        window, needed = self._dodo.compressor.window, start + len(request.input_ids) + request.max_new_tokens
+        window, needed = self._dodo.compressor.window, start + request.prompt_length + request.max_new_tokens
         if needed > window:
             raise WindowError(
                 f"the text's positions, the prompt and {request.max_new_tokens:,} new tokens need {needed:,} positions, but the "
@@ -169,22 +188,25 @@ class Engine:
                 "ask for fewer new tokens, or compress the text more"
             )
 
+    def _running(self) -> list[Ticket]:
+        reading = self._reading  # may be another the next moment
+        rows = [*self._over_nuggets.rows, *self._plain.rows, *(() if reading is None else reading.rows)]
+        return [*(row.ticket for row in rows), *self._apart]
+
     # -- the model's thread
 
     def _work(self) -> None:
         try:
             while self._has_work():
                 self._do_a_job()
-                self._read_prompts()
-                for batch in self._batches:
-                    self._decode(batch)
+                self._answer()
         finally:
             self._abandon()
 
     def _has_work(self) -> bool:
         """Wait for work. Returns False when closed."""
         with self._changed:
-            while not (self._closed or self._jobs or self._waiting or self._joining or any(b.rows for b in self._batches)):
+            while not (self._closed or self._jobs or self._waiting or self._running()):
                 self._changed.wait()
             return not self._closed
 
@@ -192,72 +214,120 @@ class Engine:
         with self._changed:
             if not self._jobs:
                 return
-            future, function, args = self._jobs.popleft()
-        if not future.set_running_or_notify_cancel():
+            job = self._jobs.popleft()
+        if not job.set_running_or_notify_cancel():
             return
         try:
-            future.set_result(function(*args))
+            with pausing(self._dodo.compressor, lambda: self._breathe(job)):
+                result = job.function(*job.args)
         except BaseException as error:  # handed to who waits for it
-            future.set_exception(error)
+            job.set_exception(error)
+        else:
+            job.set_result(result)
+
+    def _breathe(self, job: "_Job") -> None:
+        """In the middle of a job, answer for as long as the job has gone on since it last came to this."""
+        self.check_open()
+        if not job.wanted:
+            raise CancelledError
+        if (now := time.monotonic()) < self._answers_until:
+            return
+        self._answer()
+        end = time.monotonic()
+        self._answers_until = end + (end - now)
+
+    def _answer(self) -> None:
+        """One token more for everybody."""
+        self._read_prompts()
+        for batch in self._batches:
+            self._decode(batch)
 
     def _read_prompts(self) -> None:
-        budget = PROMPT_TOKENS
-        while budget > 0 and (row := self._joining or self._next()) is not None:
-            self._joining = row
-            try:
-                if row.ticket.cancelled:
-                    row.ticket.end()
-                else:
-                    prompt = row.prompt = row.prompt or Prompt(self._dodo.compressor, row.ticket.request)
-                    read, logits = prompt.read(budget)
-                    budget -= read
-                    if logits is None:
-                        continue
-                    row.prompt, row.position = None, prompt.position
-                    if not self._take(row, logits):
-                        (self._plain if row.ticket.request.nuggets is None else self._over_nuggets).join(row, prompt.cache)
-            except Exception as error:  # this request's alone
-                row.ticket.end(error)
-            self._joining = None
+        """One pass over the prompts that are being read, or those that come next."""
+        reading = self._reading = self._reading or self._gather()
+        try:
+            _let_go(reading)
+            if reading.rows:
+                self._read(reading)
+        except Exception as error:
+            tickets = [row.ticket for row in reading.rows]
+            if len(tickets) == 1:
+                tickets[0].end(error)
+            else:  # whose fault it was is seen when each is read by itself
+                self._apart.extend(tickets)
+            reading.clear()
+        if not reading.rows:
+            self._reading = None
 
-    def _next(self) -> Row | None:
-        """The next request out of the queue, if there is room for it."""
-        rows = [row for batch in self._batches for row in batch.rows]
+    def _read(self, reading: Batch) -> None:
+        logits = reading.step(PROMPT_TOKENS)
+        if any(row.unread for row in reading.rows):
+            return
+        batch = self._over_nuggets if reading.with_theta else self._plain
+        for i, row in enumerate(reading.rows):
+            if not self._take(row, logits[i]):
+                try:
+                    batch.join(reading, i)
+                except Exception as error:  # memory, most likely
+                    row.ticket.end(error)
+        reading.clear()
+
+    def _gather(self) -> Batch:
+        """The next requests that there is room for and that one pass can read; or one, if it takes several."""
+        group: list[Ticket] = []
+        if self._apart:
+            group.append(self._apart.pop(0))
+        else:
+            while (ticket := self._next(group)) is not None:
+                group.append(ticket)
+        requests = [ticket.request for ticket in group]
+        batch = Batch(self._dodo.compressor, with_theta=bool(requests) and requests[0].nuggets is not None)
+        for ticket in group:
+            try:
+                batch.cache.reserve(len(group), max(request.states - request.max_new_tokens for request in requests))
+                batch.begin(Row(ticket, Answer(ticket.request, self._dodo.tokenizer, self._ends)))
+            except Exception as error:  # this request's alone
+                ticket.end(error)
+        return batch
+
+    def _next(self, group: list[Ticket]) -> Ticket | None:
+        """The next request out of the queue, if there is room for it, and if it can be read in one pass with a group."""
+        running = [ticket.request for ticket in (*self._running(), *group)]
         with self._changed:
-            if not self._waiting or len(rows) == self._max_batch:
+            if not self._waiting or len(running) >= self._max_batch:
                 return None
             request = self._waiting[0].request
-            if (len(rows) + 1) * max([request.states, *(row.states for row in rows)]) > self._max_states:
+            if (len(running) + 1) * max(each.states for each in (request, *running)) > self._max_states:
                 return None
-            row = Row(self._waiting[0], Answer(request, self._dodo.tokenizer, self._ends), states=request.states)
-            self._waiting.popleft()
-        return row
+            together = [request, *(ticket.request for ticket in group)]
+            if len({each.nuggets is None for each in together}) > 1:
+                return None
+            if group and len(together) * max(each.prompt_length for each in together) > PROMPT_TOKENS:
+                return None
+            return self._waiting.popleft()
 
     def _decode(self, batch: Batch) -> None:
-        for i in reversed(range(len(batch.rows))):
-            if batch.rows[i].ticket.cancelled:
-                batch.rows[i].ticket.end()
-                batch.leave(i)
-        if not batch.rows:
-            return
         try:
+            _let_go(batch)
+            if not batch.rows:
+                return
             logits = batch.step()
+            for i in reversed(range(len(batch.rows))):  # a row that leaves is replaced by one from behind it
+                if self._take(batch.rows[i], logits[i]):
+                    batch.leave(i)
         except Exception as error:  # memory, most likely; the other batch goes on
             for row in batch.rows:
                 row.ticket.end(error)
             batch.clear()
-            return
-        for i in reversed(range(len(batch.rows))):  # a row that leaves is replaced by one from behind it
-            if self._take(batch.rows[i], logits[i]):
-                batch.leave(i)
 
     def _take(self, row: Row, logits: Tensor) -> bool:
         """Choose a row's next token and hand it to the reader. Returns whether the answer ends."""
         try:
-            row.token, piece = row.answer.take(logits)
+            token, piece = row.answer.take(logits)
         except Exception as error:  # logits that are no numbers
             row.ticket.end(error)
             return True
+        row.unread.append(token)
         self._tokens += piece.token_id is not None
         row.ticket.put(piece)
         if piece.finish is not None:
@@ -268,14 +338,22 @@ class Engine:
         error = EngineClosed("the engine was closed before the answer was complete")
         with self._changed:
             self._closed = True
-            rows = [row for batch in self._batches for row in batch.rows] + ([self._joining] if self._joining else [])
-            for ticket in [*(row.ticket for row in rows), *self._waiting]:
+            for ticket in [*self._running(), *self._waiting]:
                 ticket.end(error)
-            for future, _, _ in self._jobs:
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(error)
+            for job in self._jobs:
+                if job.set_running_or_notify_cancel():
+                    job.set_exception(error)
             self._waiting.clear()
             self._jobs.clear()
-        self._joining = None
+        self._reading = None
+        self._apart.clear()
         for batch in self._batches:
             batch.clear()
+
+
+def _let_go(batch: Batch) -> None:
+    """Rows whose readers have given up leave."""
+    for i in reversed(range(len(batch.rows))):
+        if (row := batch.rows[i]).ticket.cancelled:
+            batch.leave(i)
+            row.ticket.end()

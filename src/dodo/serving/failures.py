@@ -82,7 +82,7 @@ class ApiError(Exception):
 
 
 def failure(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, body and headers of the answer to a request that ended with this error."""
+    """Status, body and headers of the answer to a request that ended with this error. What nobody foresaw goes into the log."""
     headers: dict[str, str] = {}
     if isinstance(error, ApiError):
         return error.status, _body(error.status, str(error), error.code, error.param), headers
@@ -100,7 +100,7 @@ def failure(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
             param = "context_ids" if isinstance(error, UnknownContext) else None
             return status, _body(status, message, code, param), headers
     log.error("request failed", exc_info=error)
-    return 500, _body(500, "something went wrong in the server; its log has more", "internal_error", None), headers
+    return 500, _UNFORESEEN, headers
 
 
 def install(app: FastAPI) -> None:
@@ -110,8 +110,12 @@ def install(app: FastAPI) -> None:
         status, body, headers = failure(error)
         return JSONResponse(body, status, headers)
 
-    for kind in (ApiError, RequestValidationError, ValidationError, HTTPException, Exception, *(kind for kind, _, _ in _KINDS)):
+    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(_UNFORESEEN, 500)  # Starlette raises the error once more behind this, and so it gets into the log
+
+    for kind in (ApiError, RequestValidationError, ValidationError, HTTPException, *(kind for kind, _, _ in _KINDS)):
         app.add_exception_handler(kind, answer)
+    app.add_exception_handler(Exception, unforeseen)
 
 
 def _body(status: int, message: str, code: str | None, param: str | None) -> dict[str, Any]:
@@ -132,3 +136,6 @@ def _first(errors: Sequence[Any]) -> tuple[str, str | None]:
         return f"{name} is not supported by this server; leave it out", name
     message = str(error["msg"]).removeprefix("Value error, ")
     return (f"{name}: {message}", name) if name else (message, None)
+
+
+_UNFORESEEN = _body(500, "something went wrong in the server; its log has more", "internal_error", None)

@@ -95,7 +95,8 @@ class ChatFormat:
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         text = self.token(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        # a part of a character shows as this mark, whose bytes are not the token's
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
 class TextFormat:

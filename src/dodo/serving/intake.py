@@ -1,13 +1,16 @@
-"""What comes in and is compressed: documents to keep, files of nuggets, long messages of a conversation."""
+"""What comes in for the compressor: documents to keep or to look at, files of nuggets, long messages of a conversation."""
 
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from dodo.errors import FingerprintMismatch, InputError, NuggetsFileError, QueueFull
+from dodo.inspection import Placed
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
 from dodo.serving.engine import Engine
@@ -17,14 +20,27 @@ from dodo.serving.prompting import Prompting, Turn
 from dodo.serving.settings import Settings
 from dodo.serving.store import Store
 
-__all__ = ["Conversation", "Intake", "TooLong"]
+__all__ = ["Conversation", "Intake", "Scored", "TooLong"]
 
 _TURN_MEMORY = 256 * 1024**2
 """Bytes of nuggets of messages; conversations come back with each turn."""
 
+_SCORE_MEMORY, _TOKEN_BYTES = 64 * 1024**2, 400
+"""Bytes of scored texts, which are looked at with one ratio after another; and of one token of these, about."""
+
+T = TypeVar("T")
+
 
 class TooLong(InputError):
     """A text has more tokens than the server takes."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """T tokens of a text, and their scores, fp32 [T]."""
+
+    placed: Placed
+    scores: Tensor
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,7 @@ class Intake:
         self._dodo, self._engine, self._prompting, self._store, self._settings = dodo, engine, prompting, store, settings
         self._waiting = 0
         self._messages: Held[Nuggets] = Held(_TURN_MEMORY)
+        self._scored: Held[Scored] = Held(_SCORE_MEMORY)
 
     async def document(
         self,
@@ -70,23 +87,50 @@ class Intake:
             TooLong: more tokens than the server takes.
             QueueFull: too many texts are waiting.
         """
-        if not text.strip():
-            raise InputError("the document is empty: there is nothing to compress")
-        ids = await asyncio.to_thread(self._prompting.document, text)
-        if len(ids) > self._settings.max_document:
-            raise TooLong(f"the text has {len(ids):,} tokens, and this server takes {self._settings.max_document:,} at most")
+        ids = await asyncio.to_thread(self._prompting.document, _filled(text))
+        self._check_length(len(ids))
         begun(len(ids))
-        if self._waiting >= self._settings.max_queue:
-            raise QueueFull(self._waiting, retry_after=5.0)
 
         def compress() -> Nuggets:
             with reporting(self._dodo.compressor, len(ids), report):
                 return self._dodo.compress_ids([ids], ratio=ratio, nuggets=nuggets).to(device="cpu")
 
+        return await self._run(compress)
+
+    async def scored(self, text: str) -> Scored:
+        """A text's tokens and what the scorer thinks of each. Asked again for a text it has seen lately, it knows.
+
+        Raises:
+            InputError: an empty text, or a tokenizer that can't say where its tokens stand.
+            TooLong, QueueFull: see `document`.
+        """
+        key = hashlib.sha256(text.encode()).hexdigest()
+        if (known := self._scored.get(key)) is not None:
+            return known
+        placed = await asyncio.to_thread(self._prompting.placed, _filled(text))
+        self._check_length(len(placed.ids))
+
+        def score() -> Tensor:
+            with torch.no_grad():
+                return self._dodo.compressor.score(torch.tensor([placed.ids], device=self._dodo.device))[0].cpu()
+
+        made = Scored(placed, await self._run(score))
+        self._scored.put(key, made, size=_TOKEN_BYTES * len(placed.ids))
+        return made
+
+    def _check_length(self, tokens: int) -> None:
+        """Raise TooLong if a text has more tokens than the server takes."""
+        if tokens > self._settings.max_document:
+            raise TooLong(f"the text has {tokens:,} tokens, and this server takes {self._settings.max_document:,} at most")
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        """Do some work on the model's thread, behind what waits for it."""
+        if self._waiting >= self._settings.max_queue:
+            raise QueueFull(self._waiting, retry_after=5.0)
         self._waiting += 1
         try:
-            made: Nuggets = await asyncio.wrap_future(self._engine.run(compress))
-            return made
+            result: T = await asyncio.wrap_future(self._engine.run(work))
+            return result
         finally:
             self._waiting -= 1
 
@@ -152,6 +196,12 @@ class Intake:
 
     async def _tokens(self, text: str) -> int:
         return len(await asyncio.to_thread(self._prompting.continuation, text))
+
+
+def _filled(text: str) -> str:
+    if not text.strip():
+        raise InputError("the document is empty: there is nothing to compress")
+    return text
 
 
 def _is_sound(nuggets: Nuggets, *, window: int, vocabulary: int) -> bool:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 
 from dodo.errors import InputError
+from dodo.inspection import Placed, place_tokens
 from dodo.model import Dodo
 from dodo.prompts import QUESTION
 
@@ -30,6 +31,7 @@ class Prompting:
     def __init__(self, dodo: Dodo) -> None:
         self._dodo = copy.copy(dodo)
         self._dodo.tokenizer = copy.deepcopy(dodo.tokenizer)
+        self._decoder = copy.deepcopy(dodo.tokenizer)  # never changed, so that a chunk need not wait for a long text
         self._guard = threading.Lock()
 
     def document(self, text: str) -> list[int]:
@@ -40,6 +42,15 @@ class Prompting:
         """
         with self._guard:
             return self._dodo.document_ids(text)
+
+    def placed(self, text: str) -> Placed:
+        """Tokens of a document, and where they stand in it.
+
+        Raises:
+            InputError: it is empty, or the tokenizer can't say.
+        """
+        with self._guard:
+            return place_tokens(self._dodo, text)
 
     def continuation(self, text: str) -> list[int]:
         """Token ids of a prompt behind contexts; names of special tokens in it are text."""
@@ -70,9 +81,8 @@ class Prompting:
             return self._dodo.document_ids(text, literal=False)
 
     def token(self, token_id: int) -> str:
-        """The text of a token by itself."""
-        with self._guard:
-            return str(self._dodo.tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        """The text of a token by itself. Waits for nobody."""
+        return str(self._decoder.decode([token_id], clean_up_tokenization_spaces=False))
 
     def _rendered(self, turns: Sequence[Turn]) -> str:
         from jinja2 import TemplateError

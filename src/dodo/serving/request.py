@@ -20,7 +20,7 @@ class Request:
     """A question over one compressed text, or to the base as it is.
 
     nuggets: of one text; None asks the base with adapters off.
-    input_ids: the prompt behind the nuggets, or the whole prompt.
+    input_ids: the prompt behind the nuggets, or the whole prompt; None asks for the text itself, by the soft token (Section 4).
     max_new_tokens: at most so many tokens.
     temperature: 0 is greedy.
     top_p: sample from the most likely tokens that have this much of the probability.
@@ -33,7 +33,7 @@ class Request:
     """
 
     nuggets: Nuggets | None
-    input_ids: Sequence[int]
+    input_ids: Sequence[int] | None
     max_new_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
@@ -44,7 +44,9 @@ class Request:
     def __post_init__(self) -> None:
         if self.nuggets is not None and self.nuggets.batch_size != 1:
             raise InputError(f"a request is over one text, not {self.nuggets.batch_size}; take one out of its batch: nuggets[i]")
-        if not len(self.input_ids):
+        if self.input_ids is None and self.nuggets is None:
+            raise InputError("there is nothing to rebuild a text from; give its nuggets, or a prompt")
+        if self.input_ids is not None and not len(self.input_ids):
             raise InputError("the prompt is empty")
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
@@ -60,10 +62,15 @@ class Request:
             raise InputError(f"top_logprobs must be 0 or more, not {self.top_logprobs}")
 
     @property
+    def prompt_length(self) -> int:
+        """States that the prompt takes."""
+        return 1 if self.input_ids is None else len(self.input_ids)
+
+    @property
     def states(self) -> int:
         """How many states it may come to hold."""
         held = 0 if self.nuggets is None else int(self.nuggets.states)
-        return held + len(self.input_ids) + self.max_new_tokens
+        return held + self.prompt_length + self.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,9 @@ class Ticket:
         self._coming[-2].set_result(piece)
 
     def end(self, error: Exception | None = None) -> None:
-        """End an answer that has no last piece."""
+        """End an answer that has no last piece. What has ended already stays as it is."""
+        if self._coming[-1].done():
+            return
         if error is None:
             self._coming[-1].set_result(None)
         else:

@@ -16,8 +16,13 @@ __all__ = [
     "ContextObject",
     "ContextRequest",
     "Deleted",
+    "DocumentRequest",
     "ErrorBody",
+    "InspectionObject",
+    "InspectionRequest",
     "Message",
+    "ReconstructionRequest",
+    "Sampling",
     "SamplingRequest",
 ]
 
@@ -30,11 +35,10 @@ class _Asked(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class ContextRequest(_Asked):
-    """A text to keep compressed. Neither ratio nor nuggets: the model's ratio."""
+class DocumentRequest(_Asked):
+    """A text, and how much of it to keep. Neither ratio nor nuggets: the model's ratio."""
 
     text: str
-    name: Annotated[str, Field(max_length=200)] | None = None
     ratio: Ratio | None = None
     nuggets: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
@@ -43,6 +47,62 @@ class ContextRequest(_Asked):
         if self.ratio is not None and self.nuggets is not None:
             raise ValueError("give a ratio or a number of nuggets, not both")
         return self
+
+
+class ContextRequest(DocumentRequest):
+    """A text to keep compressed."""
+
+    name: Annotated[str, Field(max_length=200)] | None = None
+
+
+class InspectionRequest(DocumentRequest):
+    """A text to look at. Without `spans`, the answer has only what depends on the ratio."""
+
+    spans: bool = True
+
+
+class InspectedToken(BaseModel):
+    """A token: its place in the text, its score, and its rank, 1 for the highest."""
+
+    index: int
+    score: float
+    rank: int
+
+
+class InspectedSpan(BaseModel):
+    """Characters that belong together, and their tokens.
+
+    text: control characters are shown as pictures of themselves.
+    mark: what to show where it is kept and prints nothing.
+    shade: 0 .. 15, 15 for the highest score.
+    """
+
+    text: str
+    mark: str
+    shade: int
+    tokens: list[InspectedToken]
+
+
+class InspectionObject(BaseModel):
+    """What would become of a text. bytes and full_bytes as for contexts.
+
+    text: what was read out of a file; null where the text was sent.
+    selected: places of the tokens that are kept, ascending; the first `kept_first` of them beyond the k nuggets.
+    spans: the text, piece by piece; null where it was not asked for.
+    """
+
+    object: Literal["inspection"] = "inspection"
+    text: str | None
+    n: int
+    k: int
+    states: int
+    ratio: float
+    bytes: int
+    full_bytes: int
+    trained: bool
+    kept_first: int
+    selected: list[int]
+    spans: list[InspectedSpan] | None
 
 
 class ContextObject(BaseModel):
@@ -107,11 +167,9 @@ class StreamOptions(_Asked):
     include_usage: bool = False
 
 
-class SamplingRequest(_Asked):
-    """What both kinds of completions take."""
+class Sampling(_Asked):
+    """How to choose tokens, and how to answer."""
 
-    model: str
-    context_ids: Annotated[list[str], Field(max_length=64, description="Stored contexts, in the order to be read in.")] = []
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, description="0, the default here, takes the likeliest token.")] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -134,6 +192,17 @@ class SamplingRequest(_Asked):
     def stops(self) -> list[str]:
         """The stop texts."""
         return [self.stop] if isinstance(self.stop, str) and self.stop else list(self.stop or [])
+
+
+class SamplingRequest(Sampling):
+    """What both kinds of completions take."""
+
+    model: str
+    context_ids: Annotated[list[str], Field(max_length=64, description="Stored contexts, in the order to be read in.")] = []
+
+
+class ReconstructionRequest(Sampling):
+    """`POST /v1/contexts/ID/reconstruction`. Without max_tokens, as many as the text had, and an end token."""
 
 
 class TextPart(_Asked):

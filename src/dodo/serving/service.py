@@ -32,9 +32,9 @@ class Service:
     started: int
 
     @classmethod
-    def start(cls, settings: Settings, dodo: Dodo, metrics: Metrics, *, now: int) -> "Service":
-        """Open the store and start the engine."""
-        store = Store(
+    def start(cls, settings: Settings, dodo: Dodo, metrics: Metrics, *, now: int, store: Store | None = None) -> "Service":
+        """Open the store, unless it is given, and start the engine."""
+        store = store or Store(
             settings.store,
             memory_limit=settings.memory_limit,
             disk_limit=settings.disk_limit,

@@ -221,7 +221,9 @@ class Store:
             if _digest(path) != context.sha256:
                 raise StoreDamaged(f"the file of {context_id} is not what was stored; delete the context and add it again")
             nuggets = Nuggets.load(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NuggetsFileError):
+            if path.exists():
+                raise
             raise UnknownContext(f"there is no context {context_id}: it has just been deleted") from None
         self._loaded.put(context.sha256, nuggets, size=nuggets.nbytes)
         return nuggets

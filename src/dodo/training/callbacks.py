@@ -113,9 +113,8 @@ class Validation(_EachStep):
         if not self._batches or (step % running.validate_every and step != running.steps):
             return
         start = time.perf_counter()
-        if trainer.is_global_zero:
-            row = self._measured(module, step)
-        row = trainer.strategy.broadcast(row if trainer.is_global_zero else {})
+        row = self._measured(trainer, module, step) if module.takes_part else {}
+        row = trainer.strategy.broadcast(row)
         row |= {"tokens": module.tokens_seen, "seconds": time.perf_counter() - start}
         self.improved = self.best is None or row["loss"] < self.best
         self._since_best = 0 if self.improved else self._since_best + 1
@@ -128,7 +127,7 @@ class Validation(_EachStep):
         if self.out_of_patience:
             trainer.should_stop = True
 
-    def _measured(self, module: Any, step: int) -> dict[str, float]:
+    def _measured(self, trainer: Trainer, module: Any, step: int) -> dict[str, float]:
         own: dict[str, tuple[Way, ...]] = {"compressive": ("pooled",), "icae": ("memory",)}
         ways = own.get(self._recipe.model, ("scorer", "stride"))
         row = validate(module.dodo, self._batches, ways)
@@ -136,9 +135,10 @@ class Validation(_EachStep):
         if self._recipe.running.reconstruct and self._batches[first].objective == "autoencoding":
             made = rebuild(module.dodo, self._batches[first], texts=self._recipe.running.reconstruct, way=ways[0])
             row[f"bleu/{first}/{ways[0]}"] = made.bleu
-            with open(self._folder / "samples.txt", "a", encoding="utf-8") as out:
-                out.write(f"== step {step}, {first}, BLEU {made.bleu:.1f}\n")
-                out.writelines(f"-- {a!r}\n++ {b!r}\n" for a, b in list(zip(made.texts, made.rebuilt, strict=True))[:3])
+            if trainer.is_global_zero:
+                with open(self._folder / "samples.txt", "a", encoding="utf-8") as out:
+                    out.write(f"== step {step}, {first}, BLEU {made.bleu:.1f}\n")
+                    out.writelines(f"-- {a!r}\n++ {b!r}\n" for a, b in list(zip(made.texts, made.rebuilt, strict=True))[:3])
         return row
 
 
@@ -166,14 +166,14 @@ class Checkpoints(_EachStep):
             trainer.should_stop = True
         if step % self._every == 0:
             self._save(trainer)
-        if self._best.improved and trainer.is_global_zero:
+        if self._best.improved and module.takes_part:
             module.save_adapters(self._folder / "best")
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
         self._save(trainer)
-        if trainer.is_global_zero:
+        if module.takes_part:
             module.save_adapters(self._folder / "last")
 
     def _save(self, trainer: Trainer) -> None:

@@ -20,6 +20,7 @@ from dodo.data.batches import Batch
 from dodo.errors import DodoError
 from dodo.model import Dodo
 from dodo.thresholds import RATIOS, Thresholds
+from dodo.training.fsdp import split_base
 from dodo.training.mixture import way_at
 from dodo.training.objectives import batch_loss
 from dodo.training.recipe import Optimizer, Recipe
@@ -59,6 +60,22 @@ class TrainingModule(LightningModule):
         self.recipe, self.folder, self.sample = recipe, folder, sample
         self.tokens_seen = 0
         self.gradient_norms: dict[str, float] = {}
+
+    # -- processes
+
+    def configure_model(self) -> None:
+        """Called when the processes of the run have met, before anything is on its device."""
+        if self._split:
+            split_base(self, self.compressor.base, self.trainer.strategy.root_device)
+
+    @property
+    def _split(self) -> bool:
+        return self.recipe.running.strategy == "fsdp"
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this process runs the base outside of steps: the first does; all do, where each holds a part of the base."""
+        return self._split or self.trainer.is_global_zero
 
     # -- the step
 
@@ -126,10 +143,13 @@ class TrainingModule(LightningModule):
     # -- checkpoints
 
     def save_adapters(self, folder: Path) -> None:
-        """Write the set of adapters as it is, in fp16, with the ratios that it has seen."""
+        """Write the set of adapters as it is, in fp16, with the ratios that it has seen. Of the processes that take part, the
+        first writes."""
         ratio = self.recipe.mixture.ratio
         self.compressor.config = dataclasses.replace(self.compressor.config, trained_ratios=(ratio.low, ratio.high))
         self.dodo.thresholds = self._thresholds()
+        if not self.trainer.is_global_zero:
+            return
         part = folder.with_name(folder.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
         self.dodo.save_pretrained(part, dtype=torch.float16)

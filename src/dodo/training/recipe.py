@@ -147,9 +147,10 @@ class Running:
     fused: bool = True
     checkpoint_gradients: bool = False
     devices: int = 1
-    strategy: Literal["auto", "ddp", "deepspeed_stage_1", "deepspeed_stage_2"] = "auto"
-    """Lightning's. DeepSpeed is an extra; it clips adapters and scorer by one norm. What splits the base over devices (FSDP,
-    stage 3) is refused: the loss reads the output matrix outside of the base's own forward pass."""
+    strategy: Literal["auto", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2"] = "auto"
+    """How several devices work together. All but fsdp hold the whole base on each of them; fsdp splits its layers (`fsdp.py`) and
+    is DDP for what learns. DeepSpeed is an extra; it clips adapters and scorer by one norm, and its stage 3, which splits all
+    parameters, is refused: the loss reads the output matrix outside of the base's own forward pass."""
     accelerator: str = "auto"
     validate_every: int = 500
     """Steps between validations."""

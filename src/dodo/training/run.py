@@ -226,7 +226,7 @@ def _strategy(name: str) -> Any:
     if name.startswith("deepspeed_stage_"):
         stage = int(name.removeprefix("deepspeed_stage_"))
         return DeepSpeedStrategy(stage=stage, logging_batch_size_per_gpu=1, exclude_frozen_parameters=True)
-    if name != "ddp":
+    if name == "auto":
         return name
     return DDPStrategy(find_unused_parameters=True)  # phi ends at the last layer's keys; not every batch has the soft token
 

@@ -1,0 +1,165 @@
+"""The same as `run`, on Ray: files are read by tasks, and documents compressed by actors, on any machine of a cluster.
+
+    files -> read: a block for each document -> compress: an actor with a model -> rows, in the order of the corpus
+
+Ray Data moves the blocks, and reads no further ahead than they are compressed. Rows travel as JSON, for a text may hold what
+Arrow's strings may not. This process writes the index, as the rows come; files go to `out` from where they are made, so all
+machines must see `source` and `out` under these names. A run that was cut off has rows for all documents up to some place, and
+files beyond it, which are made again; so is a text that occurs twice in the corpus, which makes the same file.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dodo.cluster import joined
+from dodo.corpus.documents import Document, Failure, documents, files_of
+from dodo.corpus.index import Index
+from dodo.corpus.output import Report, opened
+from dodo.corpus.work import Settings, compress, file_of, fingerprint, key_of
+from dodo.errors import DodoError, InputError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["compress_corpus_on_ray"]
+
+_READERS = 2
+"""Files that are read at once."""
+
+
+def compress_corpus_on_ray(
+    source: Path,
+    out: Path,
+    settings: Settings,
+    *,
+    workers: int = 1,
+    address: str | None = None,
+    gpus: float = 0,
+    initializer: Callable[[], None] | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Report:
+    """Compress every document of a file or folder; results and files are those of `run.compress_corpus`.
+
+    Args:
+        source, out, settings, initializer, progress: see there.
+        workers: actors, each with a model and a CPU of its own.
+        address: of a cluster; None: one that is started here, and ended.
+        gpus: of each actor; a fraction shares one. 0: it sees none.
+
+    Raises:
+        InputError: no such source, or nothing in it; no cluster at the address.
+        DodoError: no such model, Ray is not installed, another run is writing to `out`, a file can't be written, or a worker
+            died; what is done stays done.
+    """
+    source, out = source.absolute(), out.absolute()
+    files = files_of(source, besides=out)
+    report = Report()
+    with opened(out) as index, joined(address, cpus=workers) as ray:
+        data = _ray_data()
+        context = data.DataContext.get_current().copy()
+        context.execution_options.preserve_order = True
+        context.enable_progress_bars = False
+        context.target_max_block_size = 1  # a block for each document, so that each may go to another worker
+        try:
+            with data.DataContext.current(context):
+                rows = (
+                    data.from_items([{"file": str(path)} for path in files], override_num_blocks=len(files))
+                    .map_batches(
+                        _read,
+                        fn_kwargs={"source": source},
+                        batch_format="pyarrow",
+                        num_cpus=0,  # so that reading never waits for a CPU that all workers hold
+                        compute=data.TaskPoolStrategy(size=_READERS),
+                    )
+                    .map_batches(
+                        _Compress,
+                        fn_constructor_args=(settings, out, index.done(), initializer),
+                        batch_format="pyarrow",
+                        num_cpus=1,
+                        num_gpus=gpus or None,
+                        compute=data.ActorPoolStrategy(size=workers),
+                    )
+                )
+                for row in rows.iter_rows():
+                    _take(json.loads(row["row"]), report, index)
+                    progress(report.done)
+        except ray.exceptions.RayError as error:
+            last = str(error).strip().splitlines()[-1]
+            raise DodoError(f"a worker failed: {last}; run the same again, perhaps with fewer workers: it goes on") from None
+    return report
+
+
+def _ray_data() -> Any:
+    try:
+        from ray import data
+    except ImportError as error:
+        raise DodoError(f"this needs {error.name}: pip install 'dodo-lm[ray]'") from None
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    return data
+
+
+def _take(row: dict[str, Any], report: Report, index: Index) -> None:
+    if "stop" in row:
+        raise DodoError(row["stop"])
+    if "error" in row:
+        report.failures.append(Failure(row["document"], row["error"]))
+        return
+    report.skipped += row["made"] is None
+    report.rows.append(index.put(row["document"], row["key"], row["made"]))
+
+
+# -- in a worker
+
+
+def _read(batch: "pa.Table", *, source: Path) -> Iterator["pa.Table"]:
+    """Documents and failures of files, each as a block of one row."""
+    for document in documents([Path(file) for file in batch["file"].to_pylist()], source):
+        text = {"text": document.text} if isinstance(document, Document) else {"error": document.error}
+        yield _block({"document": document.name, **text})
+
+
+class _Compress:
+    """An actor: compresses documents, one a call.
+
+    Args:
+        settings: how.
+        out: where to.
+        done: keys that are done.
+        initializer: called first.
+    """
+
+    def __init__(self, settings: Settings, out: Path, done: frozenset[str], initializer: Callable[[], None] | None) -> None:
+        self._settings, self._out, self._done = settings, out, done
+        if initializer is not None:
+            initializer()
+
+    def __call__(self, batch: "pa.Table") -> Iterator["pa.Table"]:
+        for text in batch["row"].to_pylist():
+            yield _block(self._row(json.loads(text)))
+
+    def _row(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What is to be told of a document: made as a row says it, None if it was done before; an error; or a reason to stop."""
+        if "error" in given:
+            return given
+        try:
+            key = key_of(given["text"], fingerprint(self._settings, None), self._settings)
+        except (DodoError, OSError) as error:  # the model can't be loaded
+            return {"stop": str(error)}
+        done = {"document": given["document"], "key": key}
+        if key in self._done:
+            return {**done, "made": None}
+        try:
+            return {**done, "made": compress(self._settings, None, given["text"], file_of(self._out, key))}
+        except InputError as error:
+            return {"document": given["document"], "error": str(error)}
+        except (DodoError, OSError) as error:
+            return {"stop": str(error)}
+
+
+def _block(row: dict[str, Any]) -> "pa.Table":
+    import pyarrow as pa
+
+    return pa.table({"row": [json.dumps(row)]})

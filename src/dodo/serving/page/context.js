@@ -1,0 +1,40 @@
+// The text as the server keeps it while this page asks about it: one context at a time, deleted when it is left behind.
+
+import { ask, call, events } from "./api.js";
+
+let held = null; // {text, ratio, reports, made: a promise of its id}
+
+/** The id of the context of a text at a ratio. `report` is told how far compressing has come; `signal` ends the waiting only. */
+export function contextOf({ text, name, ratio }, { report, signal }) {
+  if (held?.text !== text || held.ratio !== ratio) {
+    leave();
+    const mine = (held = { text, ratio, reports: new Set() });
+    mine.made = make({ text, ratio, name: name.slice(0, 200) }, mine.reports);
+    mine.made.catch(() => held === mine && (held = null));
+  }
+  const { made, reports } = held;
+  reports.add(report);
+  const givenUp = new Promise((_, reject) => {
+    signal.addEventListener("abort", () => {
+      reports.delete(report);
+      reject(signal.reason);
+    });
+  });
+  return Promise.race([made, givenUp]);
+}
+
+/** Delete what is kept. */
+export function leave() {
+  held?.made.then((id) => ask(`v1/contexts/${id}`, { method: "DELETE", keepalive: true })).catch(() => {}); // it may be gone
+  held = null;
+}
+
+async function make(json, reports) {
+  let id = null;
+  for await (const { event, data } of events(await call("v1/contexts", { json, accept: "text/event-stream" }))) {
+    if (event === "done") id = data.id;
+    const share = data.done === undefined ? "" : ` ${Math.round(100 * data.done)}%`;
+    if (event === "progress") for (const report of reports) report(`${data.stage} …${share}`);
+  }
+  return id;
+}
