@@ -26,6 +26,12 @@ rebuild it from them, and answer questions about it (Qin et al., Dodo: Dynamic C
 LANGUAGE_MODEL = """LoRA adapters phi (of tokens that are kept) and theta (of all others), scorer and thresholds: an
 autoregressive LM that holds its latest tokens whole and of older ones those that score above a threshold (Qin et al., Dodo:
 Dynamic Contextual Compression for Decoder-only LMs, Section 2.2). For `dodo generate` and `dodo chat`."""
+MEASURED = {
+    COMPRESSOR: "Greedy decoding, texts not trained on; the records are in results/.",
+    LANGUAGE_MODEL: """Texts not trained on; the records are in results/. Compressive and theta (Full, trained) have adapters of
+their own, made by recipes/smollm2-135m-compressive.yaml and recipes/smollm2-135m-full.yaml on the same texts; full is the base
+as it is.""",
+}
 LIMITS = {
     COMPRESSOR: """Rebuilt texts lose names, numbers and dates first, at high ratios and in long texts above all.
 Answers have a share right that the table tells; where it is near that of nodoc, the document is hardly read.
@@ -141,7 +147,7 @@ def _card(dodo: Dodo, runs: list[Path], records: list[dict], hardware: str) -> s
         lines += [
             "## Measured",
             "",
-            "Greedy decoding, texts not trained on; the records are in results/.",
+            MEASURED[kind],
             "",
             *_measured(records),
             "",
@@ -170,8 +176,8 @@ def _curve(runs: list[Path]) -> list[str]:
 
 def _measured(records: list[dict]) -> list[str]:
     lines = [
-        "| task | group | method | ratio | n | | standard error | commit |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
+        "| task | data | group | method | ratio | n | | standard error | commit |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
     ]
     for record in records:
         settings = record["settings"]
@@ -179,7 +185,7 @@ def _measured(records: list[dict]) -> list[str]:
             name, error, count, digits = MEASURES[settings["task"]]
             score = f"{name} {values[name]:.{digits}f} | {'' if values[error] is None else f'{values[error]:.{digits}f}'}"
             ratio = "" if settings["ratio"] is None else f"{settings['ratio']:g}"
-            where = f"{settings['task']} | {group} | {settings['method']} | {ratio}"
+            where = f"{settings['task']} | {', '.join(settings['data'])} | {group} | {settings['method']} | {ratio}"
             lines.append(f"| {where} | {values[count]:,} | {score} | {str(record['commit'])[:12]} |")
     return lines
 

@@ -3,12 +3,13 @@
 Needs Chromium on the machine (Debian's package `chromium`); none is downloaded.
 """
 
+import json
 import re
 import shutil
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed")
@@ -70,9 +71,10 @@ def read(page: Page, text: str = TEXT) -> None:
 
 
 def inspected(address: str, ratio: float, text: str = TEXT, **headers: str) -> dict[str, Any]:
-    answer = httpx.post(f"{address}/v1/inspect", json={"text": text, "ratio": ratio}, headers=headers)
-    assert answer.status_code == 200
-    found: dict[str, Any] = answer.json()
+    body = json.dumps({"text": text, "ratio": ratio}).encode()
+    request = urllib.request.Request(f"{address}/v1/inspect", body, {"Content-Type": "application/json", **headers})
+    with urllib.request.urlopen(request) as answer:
+        found: dict[str, Any] = json.load(answer)
     return found
 
 
@@ -163,8 +165,9 @@ def test_a_file_is_dropped_or_opened(opened):
 
 def test_what_is_wrong_with_a_text_is_said_in_the_servers_words(opened):
     page, address = opened()
-    page.locator("#file").set_input_files({"name": "a.exe", "mimeType": "application/x-msdownload", "buffer": b"MZ\x00\x01"})
-    said = httpx.post(f"{address}/v1/inspect", files={"file": ("a.exe", b"MZ\x00\x01")}).json()["error"]["message"]
+    file = {"name": "a.exe", "mimeType": "application/x-msdownload", "buffer": b"MZ\x00\x01"}
+    page.locator("#file").set_input_files(file)
+    said = page.request.post(f"{address}/v1/inspect", multipart={"file": file}).json()["error"]["message"]
     expect(page.locator("#entry .error")).to_have_text(said)
 
 
@@ -178,20 +181,20 @@ def test_a_question_is_answered_from_the_nuggets_and_from_the_whole_text(opened)
     for card in ("#from-nuggets", "#from-whole"):
         expect(page.locator(f"{card} .facts")).to_contain_text("s in all")
     shown = [page.locator(f"{card} .answer").inner_text() for card in ("#from-nuggets", "#from-whole")]
-    (context,) = httpx.get(f"{address}/v1/contexts").json()["data"]
-    (model,) = httpx.get(f"{address}/v1/models").json()["data"]
+    (context,) = page.request.get(f"{address}/v1/contexts").json()["data"]
+    (model,) = page.request.get(f"{address}/v1/models").json()["data"]
     question = "Where did it live?"
     whole = f"{TEXT}\n{model['question_prompt'].format(question=question)}".strip()
     for content, more, said in ((question, {"context_ids": [context["id"]]}, shown[0]), (whole, {}, shown[1])):
         asked = {"model": model["id"], "messages": [{"role": "user", "content": content}], "max_tokens": 64, **more}
-        answer = httpx.post(f"{address}/v1/chat/completions", json=asked).json()
+        answer = page.request.post(f"{address}/v1/chat/completions", data=asked).json()
         assert said == answer["choices"][0]["message"]["content"]
     assert shown[0] != shown[1]
     assert streams == ["text/event-stream"] * 2
     page.get_by_role("button", name="Another text").click()
     expect(page.locator("#ask")).to_be_hidden()
     for _ in range(100):
-        if not httpx.get(f"{address}/v1/contexts").json()["data"]:
+        if not page.request.get(f"{address}/v1/contexts").json()["data"]:
             break
         page.wait_for_timeout(50)
     else:
@@ -328,12 +331,12 @@ def test_a_key_is_asked_for_and_a_wrong_one_said_to_be_wrong(opened):
     page, address = opened(keys=(KEY,))
     expect(page.get_by_label("API key")).to_be_visible()
     expect(page.locator("#entry")).to_be_hidden()
-    assert httpx.get(f"{address}/v1/models").status_code == 401
+    assert page.request.get(f"{address}/v1/models").status == 401
     page.get_by_label("API key").fill("wrong-key-of-the-tests")
     page.get_by_role("button", name="Use this key").click()
     expect(page.locator("#key .error")).to_have_text("This is not a key of this server.")
     for file in PAGE.iterdir():
-        assert httpx.get(f"{address}/page/{file.name}").status_code == 200
+        assert page.request.get(f"{address}/page/{file.name}").status == 200
     page.get_by_label("API key").fill(KEY)
     page.get_by_role("button", name="Use this key").click()
     read(page)
