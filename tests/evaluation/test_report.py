@@ -46,6 +46,15 @@ def test_rows_are_the_records_in_order_and_the_papers_stand_below(results: Path,
     assert "benchmark" not in text
 
 
+def test_adapters_are_told_of_methods_that_use_them_alone(tmp_path: Path) -> None:
+    values = {"64 states": {"n": 8, "subword perplexity": 9.5, "word perplexity": 20.5, "states each": 65.0}}
+    for method in ("full", "theta"):
+        put(tmp_path, f"ppl-{method}", "perplexity", method, None, values)
+    write_report(read_results(tmp_path), tmp_path / "results.md")
+    rows = [line for line in (tmp_path / "results.md").read_text().splitlines() if "texts.jsonl" in line]
+    assert ["trained 01234567" in row for row in rows] == [False, True]
+
+
 def test_every_task_has_a_section_whose_values_the_task_measures() -> None:
     from dodo.cli.evaluate import TASKS
 

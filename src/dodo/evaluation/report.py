@@ -44,7 +44,8 @@ _SMALL = (
     "The paper's base has 7 billion parameters, this one 135 million; the card of its adapters says on how many tokens they were "
     "trained."
 )
-
+_OF_THE_BASE = ("full", "nodoc", "lmsumm", "truncate")
+"""Methods that use no adapters."""
 _PEERS = (
     "kvpress and LLMLingua drop states or words of the base itself, which was never trained to do without; their states are "
     "means over heads and layers."
@@ -207,7 +208,7 @@ def _table(section: Section, records: Sequence[Record]) -> list[str]:
     for record in records:
         settings = record["settings"]
         data = ", ".join(settings["data"])
-        own = settings["ratio"] is not None and "versions of the peer" not in record
+        own = settings["method"] not in _OF_THE_BASE and "versions of the peer" not in record
         made_with = "" if not own else f"{settings['adapters']} {str(settings['adapter fingerprint'])[:8]}"
         where = (settings["method"], "" if settings["ratio"] is None else f"{settings['ratio']:g}", data)
         for group, values in record["measured"].items():
