@@ -48,27 +48,28 @@ def load(compressor: Compressor, folder: Path) -> None:
     Raises:
         InputError: a file is missing, damaged, or does not fit.
     """
-    tensors = _scorer_in(folder)
     memory = _memory_in(folder, width=compressor.soft_token.shape[-1])
     compressor.adapters.load(folder)
-    with _fitting(folder):
-        soft_token = tensors.pop("soft_token")
-        compressor.scorer.load_state_dict({name.removeprefix("scorer."): tensor for name, tensor in tensors.items()})
-        with torch.no_grad():
-            compressor.soft_token.copy_(soft_token.view_as(compressor.soft_token))
+    soft_token = load_scorer(compressor, folder)
+    with _fitting(folder), torch.no_grad():
+        compressor.soft_token.copy_(soft_token.view_as(compressor.soft_token))
     compressor.memory = None if memory is None else memory.to(compressor.soft_token.device)
 
 
-def load_scorer(compressor: Compressor, folder: Path) -> None:
+def load_scorer(compressor: Compressor, folder: Path) -> Tensor:
     """Load the scorer alone; the set may have been made with other LoRA settings.
+
+    Returns:
+        The set's soft token, [d], which stands in the same file and is not loaded.
 
     Raises:
         InputError: its file is missing, damaged, or does not fit.
     """
     tensors = _scorer_in(folder)
     with _fitting(folder):
-        del tensors["soft_token"]
+        soft_token = tensors.pop("soft_token")
         compressor.scorer.load_state_dict({name.removeprefix("scorer."): tensor for name, tensor in tensors.items()})
+    return soft_token
 
 
 def _scorer_in(folder: Path) -> dict[str, Tensor]:

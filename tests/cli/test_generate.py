@@ -10,6 +10,8 @@ import threading
 import pytest
 import torch
 
+from dodo import adapter_files
+from dodo.cli.options import DEFAULT_LANGUAGE_MODEL
 from dodo.model import Dodo
 from dodo.streaming import StreamingCache, generate_ids
 from tests.cli.conftest import COMMAND
@@ -22,6 +24,14 @@ MEMORY = {"window": 9, "segment": 4, "max_states": 30}
 @pytest.fixture
 def dodo(models):
     return Dodo.from_pretrained(models.trained)
+
+
+def test_the_language_model_that_is_taken_by_default_ships_with_its_thresholds():
+    folder = adapter_files.find(DEFAULT_LANGUAGE_MODEL)
+    assert folder is not None
+    thresholds = adapter_files.load_thresholds(folder)
+    assert thresholds is not None
+    assert thresholds.at(2) < thresholds.at(10) < thresholds.at(20)
 
 
 @pytest.mark.parametrize("flags", [("--threshold", "0"), ("--ratio", "1"), ("--threshold", "inf"), ("--threshold", "-inf")])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dodo.nuggets import Nuggets
 
 __all__ = [
+    "DEFAULT_LANGUAGE_MODEL",
     "DEFAULT_MODEL",
     "Sampling",
     "adapters_state",
@@ -25,6 +26,7 @@ __all__ = [
     "check_selection",
     "generation_options",
     "json_option",
+    "language_model_options",
     "load_model",
     "load_nuggets",
     "model_options",
