@@ -1,6 +1,7 @@
 """Laws of `dodo evaluate`."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,7 @@ def test_a_record_says_what_was_measured_and_how(run, models, questions, tmp_pat
     assert 2 < found["ratio"] < 3  # the kept first token is held too
     assert {"commit", "command", "settings", "versions", "hardware", "seconds", "examples"} <= set(record)
     assert record["settings"]["ratio"] == 3.0
+    assert record["settings"]["model"] == Path(models.base).name
     assert len(record["examples"]) == 2
     assert not list(out.parent.glob("*.part*"))
 

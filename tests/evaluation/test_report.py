@@ -13,7 +13,7 @@ SETTINGS = {"base": "tiny", "adapters": "trained", "adapter fingerprint": "01234
 
 
 def put(folder: Path, name: str, task: str, method: str, ratio: float | None, measured: dict[str, Any], **more: Any) -> None:
-    settings = {**SETTINGS, "task": task, "method": method, "ratio": ratio}
+    settings = {**SETTINGS, "task": task, "method": method, "ratio": ratio, **more.pop("settings", {})}
     record = {"name": name, "commit": "abcdef012345", "settings": settings, "measured": measured, **more}
     (folder / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
 
@@ -53,6 +53,22 @@ def test_adapters_are_told_of_methods_that_use_them_alone(tmp_path: Path) -> Non
     write_report(read_results(tmp_path), tmp_path / "results.md")
     rows = [line for line in (tmp_path / "results.md").read_text().splitlines() if "texts.jsonl" in line]
     assert ["trained 01234567" in row for row in rows] == [False, True]
+
+
+def test_two_sets_of_adapters_of_one_method_are_told_apart(tmp_path: Path) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    for name in ("first", "second"):
+        for ratio in (2.0, 5.0):
+            values = {"n": 8, "accuracy": 0.5, "standard error": 0.0625, "states each": 100 / ratio}
+            settings = {"model": name, "adapter fingerprint": f"{name:x>8}99"}
+            put(tmp_path, f"{name}-{ratio:g}", "squad", "stride", ratio, {"all": values}, settings=settings)
+    results = read_results(tmp_path)
+    write_report(results, tmp_path / "results.md")
+    rows = [line for line in (tmp_path / "results.md").read_text().splitlines() if "texts.jsonl" in line]
+    assert [sum(made_with in row for row in rows) for made_with in ("| first xxxfirst |", "| second xxsecond |")] == [2, 2]
+    axes = figure.subplots()
+    assert _states(axes, results["squad"], "accuracy", "share right")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["stride of first", "stride of second"]
 
 
 def test_every_task_has_a_section_whose_values_the_task_measures() -> None:

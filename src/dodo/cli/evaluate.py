@@ -155,6 +155,7 @@ def command(
             batch=batch,
             out=out,
             examples=examples,
+            model=model,
             command=shlex.join(["dodo", *sys.argv[1:]]),
             peers_python=peers_python,
             progress=progress,

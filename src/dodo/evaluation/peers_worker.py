@@ -36,15 +36,14 @@ class Press:
     """
 
     def __init__(self, method: str, base: str, device: str) -> None:
-        import kvpress
+        import kvpress  # noqa: F401 - it changes the attention of models loaded after it
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         if method not in PRESSES:
             raise ValueError(f"there is no press {method!r}; presses are {', '.join(PRESSES)}")
         self.method = method
         self.model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto", attn_implementation="sdpa").to(device).eval()
-        tokenizer = AutoTokenizer.from_pretrained(base)
-        self.pipeline = kvpress.KVPressTextGenerationPipeline(model=self.model, tokenizer=tokenizer, device=device)
+        self.tokenizer = AutoTokenizer.from_pretrained(base)
         self.attentions = [layer.self_attn for layer in self.model.model.layers]
         self.number = 0
         self.caches: list[tuple[Any, list[Any], int]] = []
@@ -56,29 +55,55 @@ class Press:
         return {"states": held, "held": self.number}
 
     def reply(self, *, held: int, prompts: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
-        """Go on after each document, greedily."""
-        if held != self.number:
-            raise ValueError("other documents have been read since; a worker holds those that it read last")
-        texts = []
-        for (cache, masked, length), prompt in zip(self.caches, prompts, strict=True):
-            self._mask(masked)
-            # a copy: the answer is added to the cache, and masked keys are overwritten
-            texts.append(self._answer(copy.deepcopy(cache), length, prompt, max_new_tokens))
-        return {"texts": texts}
-
-    def _answer(self, cache: Any, length: int, prompt: list[int], max_new_tokens: int) -> str:
+        """Go on after each document, greedily, all documents at once."""
         import torch
 
+        if held != self.number:
+            raise ValueError("other documents have been read since; a worker holds those that it read last")
         with torch.no_grad():
-            if self.method == "kvzip":  # it masks by a key that no query matches, and many queries leave none
-                for token in prompt[:-1]:
-                    place = torch.tensor([[length]], device=self.model.device)
-                    ids = torch.tensor([[token]], device=self.model.device)
-                    self.model(input_ids=ids, past_key_values=cache, position_ids=place, logits_to_keep=1)
-                    length += 1
-                prompt = prompt[-1:]
-            ids = torch.tensor([prompt], device=self.model.device)
-            return str(self.pipeline.generate_answer(ids, cache, length, max_new_tokens))
+            asked = [self._ask(*document, prompt) for document, prompt in zip(self.caches, prompts, strict=True)]
+            return {"texts": self._write(*zip(*asked, strict=True), max_new_tokens)}
+
+    def _ask(self, cache: Any, masked: list[Any], length: int, prompt: list[int]) -> tuple[Any, list[Any], int, int]:
+        """Read a prompt behind a document: the cache with both, what is masked in it, the next position and token."""
+        import torch
+
+        cache = copy.deepcopy(cache)  # the prompt is added to it, and masked keys are overwritten
+        self._mask(masked)
+        # KVzip masks by a key that no query matches, and many queries leave none
+        pieces = [[token] for token in prompt] if self.method == "kvzip" else [prompt]
+        for piece in pieces:
+            places = torch.arange(length, length + len(piece), device=self.model.device)[None]
+            ids = torch.tensor([piece], device=self.model.device)
+            logits = self.model(input_ids=ids, past_key_values=cache, position_ids=places, logits_to_keep=1).logits
+            length += len(piece)
+        return cache, masked, length, int(logits[0, -1].argmax())
+
+    def _write(
+        self, caches: tuple[Any, ...], masked: tuple[list[Any], ...], lengths: tuple[int, ...], first: tuple[int, ...], most: int
+    ) -> list[str]:
+        """Go on after several caches, filled up on the left to one length."""
+        import torch
+
+        device, stop = self.model.device, self.model.generation_config.eos_token_id
+        stops = set(stop if isinstance(stop, list) else [stop])
+        fill = [max(cache.get_seq_length() for cache in caches) - cache.get_seq_length() for cache in caches]
+        cache = _stacked(caches, fill)
+        self._mask([_shifted(places, fill) for places in zip(*masked, strict=True)])
+        mask = torch.ones(len(caches), cache.get_seq_length(), dtype=torch.long, device=device)
+        for row, width in zip(mask, fill, strict=True):
+            row[:width] = 0
+        written = [[token] for token in first]
+        places = torch.tensor(lengths, device=device)[:, None]
+        while len(written[0]) < most and not all(stops & set(tokens) for tokens in written):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            ids = torch.tensor([[tokens[-1]] for tokens in written], device=device)
+            logits = self.model(input_ids=ids, past_key_values=cache, attention_mask=mask, position_ids=places).logits
+            for tokens, token in zip(written, logits[:, -1].argmax(-1).tolist(), strict=True):
+                tokens.append(token)
+            places = places + 1
+        ends = [next((i for i, token in enumerate(tokens) if token in stops), len(tokens)) for tokens in written]
+        return [str(self.tokenizer.decode(t[:end], skip_special_tokens=True)) for t, end in zip(written, ends, strict=True)]
 
     def _compress(self, before: list[int], document: list[int], k: int) -> float:
         import torch
@@ -126,6 +151,32 @@ class Press:
 
         press.score = keeping_first
         return press
+
+
+def _stacked(caches: tuple[Any, ...], fill: list[int]) -> Any:
+    """One cache of several, each with so many states before its own."""
+    import torch
+    from transformers import DynamicCache
+
+    def joined(tensors: Any) -> Any:
+        return torch.cat([torch.nn.functional.pad(x, (0, 0, width, 0)) for x, width in zip(tensors, fill, strict=True)])
+
+    made = DynamicCache()
+    for i, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
+        made.update(joined([layer.keys for layer in layers]), joined([layer.values for layer in layers]), i)
+    return made
+
+
+def _shifted(masked: tuple[Any, ...], fill: list[int]) -> Any:
+    """Masked places (texts, heads, states) of one layer of several caches, in the stacked one."""
+    import torch
+
+    there = [(row, places) for row, places in enumerate(masked) if places is not None]
+    if not there:
+        return None
+    texts = torch.cat([torch.full_like(places[0], row) for row, places in there])
+    states = torch.cat([places[2] + fill[row] for row, places in there])
+    return texts, torch.cat([places[1] for _, places in there]), states
 
 
 class Lingua:

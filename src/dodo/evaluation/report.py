@@ -208,8 +208,7 @@ def _table(section: Section, records: Sequence[Record]) -> list[str]:
     for record in records:
         settings = record["settings"]
         data = ", ".join(settings["data"])
-        own = settings["method"] not in _OF_THE_BASE and "versions of the peer" not in record
-        made_with = "" if not own else f"{settings['adapters']} {str(settings['adapter fingerprint'])[:8]}"
+        made_with = " ".join(_adapters(record))
         where = (settings["method"], "" if settings["ratio"] is None else f"{settings['ratio']:g}", data)
         for group, values in record["measured"].items():
             if not any(name in values for name in section.columns.values()):
@@ -219,6 +218,14 @@ def _table(section: Section, records: Sequence[Record]) -> list[str]:
             held = "" if states is None else f"{states:.1f}"
             rows.append((*where, group, str(count), held, *shown, settings["base"] or "", made_with, str(record["commit"])[:7]))
     return _rows(("method", "ratio", "data", "group", "n", "states", *section.columns, "base", "adapters", "commit"), rows)
+
+
+def _adapters(record: Record) -> tuple[str, ...]:
+    """Name and fingerprint of the adapters that a record is of; nothing where none play a part."""
+    settings = record["settings"]
+    if settings["method"] in _OF_THE_BASE or "versions of the peer" in record:
+        return ()
+    return settings.get("model") or settings["adapters"], str(settings["adapter fingerprint"])[:8]
 
 
 def _shown(values: dict[str, Any], name: str, error: str) -> str:
@@ -314,11 +321,16 @@ def _boxes(axes: Any, records: Sequence[Record]) -> bool:
 def _states(axes: Any, records: Sequence[Record], value: str, title: str) -> bool:
     """Quality against states held, a line for each method and group."""
     lines: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
+    sets: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for record in records:
+        sets[record["settings"]["method"]].add(_adapters(record)[1:])
+    for record in records:
+        method = record["settings"]["method"]
+        name = method if len(sets[method]) == 1 else f"{method} of {_adapters(record)[0]}"
         for group, values in record["measured"].items():
             if value in values and values.get("states each") is not None:
                 error = values.get(SECTIONS[record["settings"]["task"]].error(value)) or 0.0
-                lines[record["settings"]["method"], group].append((values["states each"], values[value], error))
+                lines[name, group].append((values["states each"], values[value], error))
     for i, ((method, group), points) in enumerate(lines.items()):
         x, y, error = zip(*sorted(points), strict=True)
         label = method if group == "all" else f"{method}, {group}"

@@ -35,6 +35,7 @@ def evaluate(
     batch: int = 8,
     out: Path,
     examples: int = 0,
+    model: str = "",
     command: str = "",
     peers_python: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -57,6 +58,7 @@ def evaluate(
         batch: items at a time.
         out: the record, a JSON file. Beside it, until the end, `*.part.jsonl` holds what is done.
         examples: how many documents and what was made of them the record shows; mind the data's licence.
+        model: the adapters' name or folder, for the record.
         command: what a person types to do it again.
         peers_python: of the environment that peers run in; see `peers.find_python`.
         progress: told the items done and the items in all.
@@ -85,6 +87,7 @@ def evaluate(
     settings = {
         "task": task,
         "method": method,
+        "model": _name_of(model),
         "base": dodo.config.base,
         "base fingerprint": dodo.fingerprint.base,
         "adapters": "trained" if dodo.is_trained else "fresh",
@@ -134,6 +137,12 @@ def evaluate(
     write_json(out, record)
     part.unlink(missing_ok=True)
     return record
+
+
+def _name_of(model: str) -> str | None:
+    """Of a run's folder that of the run, not `last` or `best` in it."""
+    path = Path(model)
+    return (path.parent if path.name in ("last", "best") else path).name or None
 
 
 def _measuring(task: str, lengths: Sequence[int]) -> Task:
