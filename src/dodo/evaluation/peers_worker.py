@@ -14,7 +14,6 @@ Requests are lines of JSON on standard input, and each is answered with a line o
 What goes wrong is answered with {"error": a line}.
 """
 
-import copy
 import json
 import math
 import os
@@ -61,49 +60,39 @@ class Press:
         if held != self.number:
             raise ValueError("other documents have been read since; a worker holds those that it read last")
         with torch.no_grad():
-            asked = [self._ask(*document, prompt) for document, prompt in zip(self.caches, prompts, strict=True)]
-            return {"texts": self._write(*zip(*asked, strict=True), max_new_tokens)}
+            written = self._write(prompts, max_new_tokens)
+        return {"texts": [str(self.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in written]}
 
-    def _ask(self, cache: Any, masked: list[Any], length: int, prompt: list[int]) -> tuple[Any, list[Any], int, int]:
-        """Read a prompt behind a document: the cache with both, what is masked in it, the next position and token."""
-        import torch
-
-        cache = copy.deepcopy(cache)  # the prompt is added to it, and masked keys are overwritten
-        self._mask(masked)
-        # KVzip masks by a key that no query matches, and many queries leave none
-        pieces = [[token] for token in prompt] if self.method == "kvzip" else [prompt]
-        for piece in pieces:
-            places = torch.arange(length, length + len(piece), device=self.model.device)[None]
-            ids = torch.tensor([piece], device=self.model.device)
-            logits = self.model(input_ids=ids, past_key_values=cache, position_ids=places, logits_to_keep=1).logits
-            length += len(piece)
-        return cache, masked, length, int(logits[0, -1].argmax())
-
-    def _write(
-        self, caches: tuple[Any, ...], masked: tuple[list[Any], ...], lengths: tuple[int, ...], first: tuple[int, ...], most: int
-    ) -> list[str]:
-        """Go on after several caches, filled up on the left to one length."""
+    def _write(self, prompts: list[list[int]], most: int) -> list[list[int]]:
+        """Prompts are read a token at a time, all to end together: KVzip masks by a key that no query matches, and many queries
+        leave none."""
         import torch
 
         device, stop = self.model.device, self.model.generation_config.eos_token_id
         stops = set(stop if isinstance(stop, list) else [stop])
+        caches, masked, lengths = zip(*self.caches, strict=True)
         fill = [max(cache.get_seq_length() for cache in caches) - cache.get_seq_length() for cache in caches]
-        cache = _stacked(caches, fill)
+        cache = _stacked(caches, fill)  # a copy: what is held stays as it is
         self._mask([_shifted(places, fill) for places in zip(*masked, strict=True)])
-        mask = torch.ones(len(caches), cache.get_seq_length(), dtype=torch.long, device=device)
-        for row, width in zip(mask, fill, strict=True):
-            row[:width] = 0
-        written = [[token] for token in first]
-        places = torch.tensor(lengths, device=device)[:, None]
-        while len(written[0]) < most and not all(stops & set(tokens) for tokens in written):
-            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-            ids = torch.tensor([[tokens[-1]] for tokens in written], device=device)
-            logits = self.model(input_ids=ids, past_key_values=cache, attention_mask=mask, position_ids=places).logits
-            for tokens, token in zip(written, logits[:, -1].argmax(-1).tolist(), strict=True):
-                tokens.append(token)
-            places = places + 1
-        ends = [next((i for i, token in enumerate(tokens) if token in stops), len(tokens)) for tokens in written]
-        return [str(self.tokenizer.decode(t[:end], skip_special_tokens=True)) for t, end in zip(written, ends, strict=True)]
+        seen = [[0] * width + [1] * (cache.get_seq_length() - width) for width in fill]
+        longest = max(map(len, prompts))
+        written: list[list[int]] = [[] for _ in prompts]
+        for step in range(longest + most - 1):
+            begun = [step - (longest - len(prompt)) for prompt in prompts]
+            for row, count in zip(seen, begun, strict=True):
+                row.append(int(count >= 0))
+            tokens = [[(prompt + made)[max(0, i)]] for prompt, made, i in zip(prompts, written, begun, strict=True)]
+            places = [[length + max(0, i)] for length, i in zip(lengths, begun, strict=True)]
+            ids, mask, positions = (torch.tensor(rows, device=device) for rows in (tokens, seen, places))
+            logits = self.model(input_ids=ids, past_key_values=cache, attention_mask=mask, position_ids=positions).logits
+            if step < longest - 1:
+                continue
+            for made, token in zip(written, logits[:, -1].argmax(-1).tolist(), strict=True):
+                made.append(token)
+            if all(stops & set(made) for made in written):
+                break
+        ends = [next((i for i, token in enumerate(made) if token in stops), most) for made in written]
+        return [made[:end] for made, end in zip(written, ends, strict=True)]
 
     def _compress(self, before: list[int], document: list[int], k: int) -> float:
         import torch
