@@ -1,7 +1,9 @@
 """Cost by length."""
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +11,7 @@ from dodo.errors import InputError
 from dodo.evaluation import efficiency
 from dodo.evaluation.efficiency import Efficiency
 from dodo.evaluation.methods import make_method
+from dodo.evaluation.peers import states_of
 from dodo.model import Dodo
 from tests.cli.tiny import TEXT, save_model
 
@@ -32,6 +35,30 @@ def test_what_is_held_is_a_ratio_th_of_the_whole_cache(dodo: Dodo, tmp_path: Pat
         assert values["states each"] == states
         assert values["bytes held"] * n == values["whole: bytes held"] * states
         assert all(values[name] > 0 for name in ("encode, s", "whole: read, s", "first token, s", "whole: first token, s"))
+
+
+@pytest.mark.parametrize(("name", "bytes_per_state"), [("kvpress-knorm", 100), ("llmlingua", 1)])
+def test_a_peer_has_the_base_beside_it(
+    dodo: Dodo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, bytes_per_state: int
+) -> None:
+    monkeypatch.setattr(efficiency, "NEW_TOKENS", 3)
+    monkeypatch.setattr(efficiency, "ROUNDS", 1)
+    monkeypatch.setattr("dodo.evaluation.peers.SCRIPT", Path(__file__).parents[1] / "standins" / "peer.py")
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": TEXT}) for _ in range(9)), encoding="utf-8")
+    task, method = Efficiency([41]), make_method(name, dodo, 4.0, peers_python=Path(sys.executable))
+    items = task.items([str(tmp_path / "texts.jsonl")], dodo.tokenizer, None, 0)
+    asked: list[dict[str, Any]] = []
+    if name.startswith("kvpress"):
+        ask = method._worker.ask  # type: ignore[attr-defined]
+        monkeypatch.setattr(method._worker, "ask", lambda do, **what: asked.append({"do": do, **what}) or ask(do, **what))  # type: ignore[attr-defined]
+    (values,) = task.run(method, items)
+    k = states_of(dodo, dodo.tokenizer.decode(task._ids[:41]), 4.0)
+    assert (values["bytes held"], values["peak memory of the process, bytes"]) == (bytes_per_state * k, 12345)
+    assert values["whole: bytes held"] > 0
+    assert all(values[what] > 0 for what in ("encode, s", "whole: read, s", "first token, s", "whole: first token, s"))
+    replies = [request for request in asked if request["do"] == "reply"]
+    assert all(request["exactly"] for request in replies)
+    assert {request["max_new_tokens"] for request in replies} == ({1, 3} if asked else set())
 
 
 def test_what_can_not_be_measured_is_refused(dodo: Dodo, tmp_path: Path) -> None:

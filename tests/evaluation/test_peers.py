@@ -137,6 +137,8 @@ def test_a_press_holds_what_is_asked_and_at_ratio_one_is_the_base(dodo, peers, n
     made = method.reply(held, REQUESTS, max_new_tokens=12)
     assert made != full
     assert method.reply(held, REQUESTS, max_new_tokens=12) == made  # an answer leaves what is held as it was
+    longer = method.reply(held, REQUESTS, max_new_tokens=40, exactly=True)
+    assert all(text.startswith(short) and len(text) > len(short) for text, short in zip(longer, made, strict=True))
     alone = method.read(DOCUMENTS[1:])
     assert method.reply(alone, REQUESTS[1:], max_new_tokens=12) == made[1:]  # documents are held apart
     with pytest.raises(InputError, match="other documents have been read since"):

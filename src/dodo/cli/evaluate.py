@@ -23,7 +23,7 @@ TASKS = {
     "multilingual": ("dodo", "stride", "random", "icae"),
     "delimiters": ("dodo", "stride", "random"),
     "optimal-selection": ("dodo", "stride", "random"),
-    "efficiency": ("dodo",),
+    "efficiency": ("dodo", *PEERS),
     "squad": ("dodo", "stride", "random", "icae", "full", "nodoc", "lmsumm", "truncate", *PEERS),
     "summarization": ("dodo", "stride", "random", "icae", "full", "nodoc", "lmsumm", "truncate", *PEERS),
     "perplexity": ("dodo", "top-k", "stride", "compressive", "full", "theta"),

@@ -1,7 +1,8 @@
 """What compressing costs and saves, by the length of the document, beside the base reading all of it in the same run.
 
 Paper: Section 4.2 argues it, without numbers. Seconds are medians of rounds in which both take turns. `whole` is the base without
-adapters: it reads the document again for each question, or keeps the document's whole cache and copies it.
+adapters: it reads the document again for each question, or keeps the document's whole cache and copies it. Peers compress in a
+process of their own, with the same number of threads, and have our base beside them.
 """
 
 import copy
@@ -16,13 +17,15 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from dodo import prompts
 from dodo.attention import cache_argument
 from dodo.autoregressive import held_bytes
 from dodo.data.reading import read_records, resolve, text_field
 from dodo.errors import InputError
-from dodo.evaluation.methods import Compressed
+from dodo.evaluation.methods import Compressed, Held
+from dodo.evaluation.peers import Peer
 from dodo.evaluation.tasks import Item, Task
-from dodo.prompts import question_prompt
+from dodo.model import Dodo
 
 __all__ = ["LENGTHS", "Efficiency", "break_even"]
 
@@ -60,15 +63,17 @@ class Efficiency(Task):
         return [_Of(str(length), "", f"{length:,} tokens", length=length) for length in self.lengths]
 
     def run(self, method: Any, batch: Sequence[Any]) -> list[dict[str, Any]]:
+        if isinstance(method, Peer):
+            return [self._one(_ByPeer(method, self._ids[: item.length]), item.length) for item in batch]
         if not isinstance(method, Compressed) or method.name != "dodo":
-            raise InputError(f"method {method.name!r} is not measured by itself: dodo has the whole text beside it")
-        return [self._one(method, item.length) for item in batch]
+            raise InputError(f"method {method.name!r} is not measured by itself: what compresses has the whole text beside it")
+        return [self._one(_ByDodo(method, self._ids[: item.length]), item.length) for item in batch]
 
     @torch.no_grad()
-    def _one(self, method: Compressed, length: int) -> dict[str, Any]:
-        dodo = method.dodo
+    def _one(self, way: "_ByDodo | _ByPeer", length: int) -> dict[str, Any]:
+        dodo = way.dodo
         base: Any = dodo.compressor.base
-        asked = dodo.tokenizer(question_prompt(dodo.tokenizer, QUESTION), add_special_tokens=False)["input_ids"]
+        asked = _asked(dodo)
         if length + len(asked) + NEW_TOKENS > dodo.compressor.window:
             raise InputError(
                 f"{length:,} tokens with question and answer do not fit the base's window of {dodo.compressor.window:,}; "
@@ -76,14 +81,12 @@ class Efficiency(Task):
             )
         ids = torch.tensor([self._ids[:length]], device=dodo.device)
 
-        def encode() -> Any:
-            return dodo.compress_ids(ids.tolist(), ratio=method.ratio)
-
         def read() -> Any:
             with dodo.compressor.adapters.use(None):
                 return base(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_argument(base): DynamicCache()})
 
-        nuggets, kept = encode(), read()[cache_argument(base)]
+        way.encode()
+        kept = read()[cache_argument(base)]
         question = torch.tensor([asked], device=dodo.device)
         whole = torch.cat([ids, question], dim=1)
 
@@ -92,17 +95,14 @@ class Efficiency(Task):
             with dodo.compressor.adapters.use(None):
                 base.generate(input_ids=whole, attention_mask=torch.ones_like(whole), pad_token_id=0, **_exactly(new), **inputs)
 
-        def ask(new: int) -> None:
-            dodo.generate_ids(nuggets, [asked], **_exactly(new))
-
         seconds = _in_turn(
             {
-                "encode": encode,
+                "encode": way.encode,
                 "whole: read": read,
-                "first token": lambda: ask(1),
+                "first token": lambda: way.ask(1),
                 "whole: first token": lambda: write(1),
                 "whole: first token, cache kept": lambda: write(1, kept),
-                "all": lambda: ask(NEW_TOKENS),
+                "all": lambda: way.ask(NEW_TOKENS),
                 "whole: all, cache kept": lambda: write(NEW_TOKENS, kept),
             },
             dodo.device,
@@ -116,19 +116,69 @@ class Efficiency(Task):
             **{f"{name}, s": value for name, value in seconds.items()},
             "each further token, s": per_token,
             "whole: each further token, s": whole_per_token,
-            "bytes held": nuggets.keys.nbytes + nuggets.values.nbytes,
+            "bytes held": way.held.nbytes,
             "whole: bytes held": held_bytes(kept),
-            "peak memory of the process, bytes": _peak(dodo.device),
+            "peak memory of the process, bytes": way.peak(),
             "questions from which it is sooner": break_even(seconds["encode"], mine, 0.0, seconds["whole: first token"] + theirs),
             "the same, cache kept": break_even(
                 seconds["encode"], mine, seconds["whole: read"], seconds["whole: first token, cache kept"] + theirs
             ),
-            "states": int(nuggets.states),
+            "states": way.held.states[0],
             "tokens": length,
         }
 
     def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
         return {item.group: {"n": 1, "states each": made[item.key]["states"], **made[item.key]} for item in items}
+
+
+class _ByDodo:
+    """Nuggets of token ids, and questions to them."""
+
+    held: Held
+
+    def __init__(self, method: Compressed, ids: list[int]) -> None:
+        self.dodo, self._ratio, self._ids = method.dodo, method.ratio, ids
+        self._asked = _asked(method.dodo)
+
+    def encode(self) -> None:
+        nuggets = self.dodo.compress_ids([self._ids], ratio=self._ratio)
+        self.held = Held(nuggets.states.tolist(), [len(self._ids)], nuggets, nuggets.keys.nbytes + nuggets.values.nbytes)
+
+    def ask(self, new: int) -> None:
+        self.dodo.generate_ids(self.held.what, [self._asked], **_exactly(new))
+
+    def peak(self) -> int | None:
+        """Highest resident bytes of the process so far (Linux), or of the GPU."""
+        if self.dodo.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.dodo.device)
+        status = Path("/proc/self/status")
+        lines = status.read_text().splitlines() if status.exists() else []
+        return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)
+
+
+class _ByPeer:
+    """The same of a peer, whose process is asked."""
+
+    held: Held
+
+    def __init__(self, method: Peer, ids: list[int]) -> None:
+        self.dodo, self._method = method.dodo, method
+        self._text = str(method.dodo.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    def encode(self) -> None:
+        self.held = self._method.read([self._text])
+
+    def ask(self, new: int) -> None:
+        request = prompts.QUESTION.format(question=QUESTION)
+        self._method.reply(self.held, [request], max_new_tokens=new, exactly=True)
+
+    def peak(self) -> int | None:
+        return self._method.peak()
+
+
+def _asked(dodo: Dodo) -> list[int]:
+    ids: list[int] = dodo.tokenizer(prompts.question_prompt(dodo.tokenizer, QUESTION), add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def break_even(once: float, each: float, other_once: float, other_each: float) -> int | None:
@@ -156,12 +206,3 @@ def _in_turn(tasks: dict[str, Callable[[], Any]], device: torch.device) -> dict[
                 torch.cuda.synchronize(device)
             seconds[name] += [time.perf_counter() - start] * (turn > 0)
     return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def _peak(device: torch.device) -> int | None:
-    """Highest resident bytes of the process so far (Linux), or of the GPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)

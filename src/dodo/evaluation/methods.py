@@ -33,11 +33,13 @@ class Held:
     """Documents as a method holds them.
 
     states: of each document; not whole where heads hold different numbers. tokens: of each document. what: the method's own.
+    nbytes: of all documents, where the method tells.
     """
 
     states: Sequence[float]
     tokens: list[int]
     what: Any
+    nbytes: int | None = None
 
 
 class Method(Protocol):
@@ -85,7 +87,8 @@ class Compressed:
         else:
             rows = [self.dodo.document_ids(text) for text in documents]
             nuggets = self.encode(*pad_rows(rows, 0, left=False, device=self.dodo.device))
-        return Held(nuggets.states.tolist(), (nuggets.lengths + nuggets.sinks).tolist(), nuggets)
+        nbytes = nuggets.keys.nbytes + nuggets.values.nbytes
+        return Held(nuggets.states.tolist(), (nuggets.lengths + nuggets.sinks).tolist(), nuggets, nbytes)
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor) -> Nuggets:
         """Nuggets of token ids, int64 [B, T], chosen in this method's way."""
@@ -207,13 +210,14 @@ class Whole:
         texts = [self.dodo.tokenizer.decode(row, skip_special_tokens=True) for row in kept]
         return Held([len(r) for r in kept], [len(r) for r in rows], texts)
 
-    def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int) -> list[str]:
+    def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int, exactly: bool = False) -> list[str]:
+        """One greedy reply per document, to its end or `exactly` so long."""
         asked = zip(held.what, requests, strict=True)
         turns = [chat_turn(self.dodo.tokenizer, f"{document}\n{request}".strip()) for document, request in asked]
-        return self._write(turns, max_new_tokens)
+        return self._write(turns, max_new_tokens, exactly)
 
     @torch.no_grad()
-    def _write(self, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
+    def _write(self, prompts: Sequence[str], max_new_tokens: int, exactly: bool = False) -> list[str]:
         dodo, tokenizer = self.dodo, self.dodo.tokenizer
         rows = [tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"] for prompt in prompts]
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
@@ -221,7 +225,12 @@ class Whole:
         base: Any = dodo.compressor.base
         with dodo.compressor.adapters.use(None):
             made = base.generate(
-                input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=max_new_tokens,
+                min_new_tokens=max_new_tokens if exactly else None,
+                do_sample=False,
+                pad_token_id=pad,
             )
         return [str(tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True)) for row in made]
 

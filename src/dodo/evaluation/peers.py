@@ -62,6 +62,11 @@ class Peer(Whole):
         where = {"base": folder.name, "device": str(dodo.device), "threads": torch.get_num_threads()}
         self.versions: dict[str, str] = self._worker.ask("start", method=name, **where)["versions"]
 
+    def peak(self) -> int | None:
+        """Highest resident bytes of the worker so far (Linux), or of the GPU."""
+        highest: int | None = self._worker.ask("peak")["bytes"]
+        return highest
+
 
 class Shortened(Peer):
     """LLMLingua: the base's perplexity says which tokens to drop, and the base reads the shorter text in the document's place."""
@@ -70,7 +75,8 @@ class Shortened(Peer):
         states = [states_of(self.dodo, text, self._wanted) for text in documents]
         texts = self._worker.ask("read", documents=list(documents), states=states)["texts"]
         held = [len(self.dodo.document_ids(text)) if text else 0 for text in texts]
-        return Held(held, [len(self.dodo.document_ids(text)) for text in documents], texts)
+        tokens = [len(self.dodo.document_ids(text)) for text in documents]
+        return Held(held, tokens, texts, sum(len(text.encode()) for text in texts))
 
 
 class Pressed(Peer):
@@ -87,17 +93,19 @@ class Pressed(Peer):
             raise InputError(f"document {empty[0] + 1} is empty: there is nothing to compress")
         states = [min(states_of(self.dodo, text, self._wanted), len(row)) for text, row in zip(documents, rows, strict=True)]
         found = self._worker.ask("read", before=self._ids(before), documents=rows, states=states)
-        return Held(found["states"], [len(self.dodo.document_ids(text)) for text in documents], found["held"])
+        tokens = [len(self.dodo.document_ids(text)) for text in documents]
+        return Held(found["states"], tokens, found["held"], found["bytes"])
 
-    def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int) -> list[str]:
-        """One greedy reply per document.
+    def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int, exactly: bool = False) -> list[str]:
+        """One greedy reply per document, to its end or `exactly` so long.
 
         Raises:
             InputError: other documents have been read since; a worker holds those that it read last.
         """
         _, after = around_document(self.dodo)
         prompts = [self._ids(f"\n{request}".rstrip() + after) for request in requests]
-        made: list[str] = self._worker.ask("reply", held=held.what, prompts=prompts, max_new_tokens=max_new_tokens)["texts"]
+        how = {"max_new_tokens": max_new_tokens, "exactly": exactly}
+        made: list[str] = self._worker.ask("reply", held=held.what, prompts=prompts, **how)["texts"]
         return made
 
     def _ids(self, text: str, *, literal: bool = False) -> list[int]:

@@ -5,11 +5,16 @@ Requests are lines of JSON on standard input, and each is answered with a line o
     {"do": "start", "method": name, "base": folder, "device": "cpu", "threads": 2}    {"versions": {package: version}}
 
     a press:
-    {"do": "read", "before": ids, "documents": [ids, ...], "states": [k, ...]}        {"states": [number, ...], "held": number}
-    {"do": "reply", "held": number, "prompts": [ids, ...], "max_new_tokens": 64}      {"texts": [text, ...]}
+    {"do": "read", "before": ids, "documents": [ids, ...], "states": [k, ...]}        {"states": [number, ...], "bytes": number,
+                                                                                       "held": number}
+    {"do": "reply", "held": number, "prompts": [ids, ...], "max_new_tokens": 64,
+     "exactly": false}                                                                {"texts": [text, ...]}
 
     LLMLingua:
     {"do": "read", "documents": [text, ...], "states": [k, ...]}                      {"texts": [text, ...]}
+
+    both:
+    {"do": "peak"}                                                                    {"bytes": number, or null}
 
 What goes wrong is answered with {"error": a line}.
 """
@@ -51,48 +56,55 @@ class Press:
         """Compress documents; those of the read before are forgotten."""
         self.caches, self.number = [], self.number + 1
         held = [self._compress(before, ids, k) for ids, k in zip(documents, states, strict=True)]
-        return {"states": held, "held": self.number}
+        layers = [layer for cache, *_ in self.caches for layer in cache.layers]
+        return {"states": held, "bytes": sum(layer.keys.nbytes + layer.values.nbytes for layer in layers), "held": self.number}
 
-    def reply(self, *, held: int, prompts: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
-        """Go on after each document, greedily, all documents at once."""
+    def reply(self, *, held: int, prompts: list[list[int]], max_new_tokens: int, exactly: bool = False) -> dict[str, Any]:
+        """Go on after each document, greedily, all documents at once; `exactly` so many tokens, for measuring."""
         import torch
 
         if held != self.number:
             raise ValueError("other documents have been read since; a worker holds those that it read last")
         with torch.no_grad():
-            written = self._write(prompts, max_new_tokens)
+            written = self._write(prompts, max_new_tokens, stop=not exactly)
         return {"texts": [str(self.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in written]}
 
-    def _write(self, prompts: list[list[int]], most: int) -> list[list[int]]:
-        """Prompts are read a token at a time, all to end together: KVzip masks by a key that no query matches, and many queries
-        leave none."""
+    def _write(self, prompts: list[list[int]], most: int, *, stop: bool) -> list[list[int]]:
         import torch
 
-        device, stop = self.model.device, self.model.generation_config.eos_token_id
-        stops = set(stop if isinstance(stop, list) else [stop])
+        device, ends = self.model.device, self.model.generation_config.eos_token_id
+        stops = set(ends if isinstance(ends, list) else [ends]) if stop else set()
         caches, masked, lengths = zip(*self.caches, strict=True)
         fill = [max(cache.get_seq_length() for cache in caches) - cache.get_seq_length() for cache in caches]
         cache = _stacked(caches, fill)  # a copy: what is held stays as it is
         self._mask([_shifted(places, fill) for places in zip(*masked, strict=True)])
-        seen = [[0] * width + [1] * (cache.get_seq_length() - width) for width in fill]
-        longest = max(map(len, prompts))
-        written: list[list[int]] = [[] for _ in prompts]
-        for step in range(longest + most - 1):
-            begun = [step - (longest - len(prompt)) for prompt in prompts]
-            for row, count in zip(seen, begun, strict=True):
-                row.append(int(count >= 0))
-            tokens = [[(prompt + made)[max(0, i)]] for prompt, made, i in zip(prompts, written, begun, strict=True)]
-            places = [[length + max(0, i)] for length, i in zip(lengths, begun, strict=True)]
-            ids, mask, positions = (torch.tensor(rows, device=device) for rows in (tokens, seen, places))
-            logits = self.model(input_ids=ids, past_key_values=cache, attention_mask=mask, position_ids=positions).logits
-            if step < longest - 1:
-                continue
-            for made, token in zip(written, logits[:, -1].argmax(-1).tolist(), strict=True):
+        seen = torch.ones(len(caches), cache.get_seq_length(), dtype=torch.long, device=device)
+        for row, width in zip(seen, fill, strict=True):
+            row[:width] = 0
+
+        def read(ids: Any, real: Any, places: Any) -> list[int]:
+            nonlocal seen
+            seen = torch.cat([seen, real], dim=1)
+            inputs = {"input_ids": ids, "attention_mask": seen, "position_ids": places, "past_key_values": cache}
+            following: list[int] = self.model(**inputs, logits_to_keep=1).logits[:, -1].argmax(-1).tolist()
+            return following
+
+        longest = max(map(len, prompts))  # filled up on the left, so that all end together
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+        real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        places = torch.tensor(lengths, device=device)[:, None] + (real.cumsum(-1) - 1).clamp_min(0)
+        # KVzip masks by a key that no query matches, and many queries leave none
+        width = 1 if self.method == "kvzip" else longest
+        for begin in range(0, longest, width):
+            following = read(*(x[:, begin : begin + width] for x in (ids, real, places)))
+        written = [[token] for token in following]
+        one, place = real[:, -1:], places[:, -1:]
+        while len(written[0]) < most and not all(stops & set(made) for made in written):
+            place = place + 1
+            for made, token in zip(written, read(torch.tensor(written, device=device)[:, -1:], one, place), strict=True):
                 made.append(token)
-            if all(stops & set(made) for made in written):
-                break
-        ends = [next((i for i, token in enumerate(made) if token in stops), most) for made in written]
-        return [made[:end] for made, end in zip(written, ends, strict=True)]
+        lasts = [next((i for i, token in enumerate(made) if token in stops), most) for made in written]
+        return [made[:last] for made, last in zip(written, lasts, strict=True)]
 
     def _compress(self, before: list[int], document: list[int], k: int) -> float:
         import torch
@@ -208,6 +220,19 @@ def _with_tuples(model: Any) -> Any:
     return forward
 
 
+def peak() -> dict[str, Any]:
+    """Highest resident bytes of this process so far (Linux), or of the GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return {"bytes": torch.cuda.max_memory_allocated()}
+    try:
+        with open("/proc/self/status", encoding="utf-8") as status:
+            return {"bytes": next((1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM")), None)}
+    except OSError:
+        return {"bytes": None}
+
+
 def start(*, method: str, base: str, device: str, threads: int) -> tuple[Any, dict[str, Any]]:
     """Load what a method needs."""
     import torch
@@ -230,6 +255,8 @@ def main() -> None:
             try:
                 if do == "start":
                     peer, answer = start(**request)
+                elif do == "peak":
+                    answer = peak()
                 else:
                     answer = getattr(peer, do)(**request)
             except Exception as error:  # libraries raise whatever they stumble over
