@@ -112,8 +112,9 @@ def evaluate(
         settings |= {"states": None if method == "full" else states[-1], "keep_first": dodo.config.keep_first}
     part = out.with_suffix(".part.jsonl")
     made, seconds = _done_before(part, settings)
+    by_length = sorted(items, key=lambda item: len(item.document))  # so that little of a batch is padding
     for begin in range(0, len(items), batch):
-        some = [item for item in items[begin : begin + batch] if item.key not in made]
+        some = [item for item in by_length[begin : begin + batch] if item.key not in made]
         if some:
             start = time.perf_counter()
             for item, result in zip(some, measuring.run(how, some), strict=True):
