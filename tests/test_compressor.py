@@ -38,6 +38,18 @@ def test_ratio_one_with_fresh_adapters_equals_the_base_model(pair: Maker, family
 
 
 @family
+def test_the_head_never_reads_a_slice_of_states(pair: Maker, family: str) -> None:
+    """Torch on a CPU copies the head's matrix once for each text of such a batch."""
+    made, seen = pair(family), []
+    head = made.compressor.base.get_output_embeddings()
+    handle = head.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
+    with torch.no_grad():
+        made.compressor.base(tokens(3, 11), logits_to_keep=1)
+    handle.remove()
+    assert [(states.shape[:2], states.is_contiguous()) for states in seen] == [((3, 1), True)]
+
+
+@family
 def test_ratio_one_in_segments_equals_one_piece(pair: Maker, family: str) -> None:
     made = pair(family)
     stir(made.compressor)

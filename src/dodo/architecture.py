@@ -20,6 +20,7 @@ __all__ = [
     "FeatureLayers",
     "backbone",
     "check_supported",
+    "copy_before_head",
     "device_of",
     "key_shape",
     "layer_windows",
@@ -120,6 +121,19 @@ def logits_of(model: PreTrainedModel, states: Tensor) -> Tensor:
     logits: Tensor = model.get_output_embeddings()(states).float()
     cap = getattr(model.config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def copy_before_head(model: PreTrainedModel) -> None:
+    """Have the language-model head read packed states.
+
+    Of a batch, transformers gives it a slice, the last state of each text; torch on a CPU then copies the head's matrix once for
+    each text, which in bf16 takes longer than all the layers.
+    """
+    model.get_output_embeddings().register_forward_pre_hook(_packed)
+
+
+def _packed(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return inputs[0].contiguous(), *inputs[1:]
 
 
 def window_of(config: PreTrainedConfig) -> int:

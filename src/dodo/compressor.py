@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dodo.adapters import PHI, THETA, Adapters
-from dodo.architecture import FeatureLayers, backbone, device_of, layer_windows, rotary_of, window_of
+from dodo.architecture import FeatureLayers, backbone, copy_before_head, device_of, layer_windows, rotary_of, window_of
 from dodo.attention import AllKept, OnePassCache, attention_masks, cache_argument, check_gradient_backend
 from dodo.config import DodoConfig
 from dodo.errors import InputError, WindowError
@@ -50,6 +50,7 @@ class Compressor(nn.Module):
         self.rotary = rotary_of(base)
         self._features = FeatureLayers(base, config.feature_layer)
         self.adapters = Adapters(base, encoder=config.encoder, decoder=config.decoder, seed=config.seed)
+        copy_before_head(base)
         self.base = base
         device = device_of(base)
         self.scorer = Scorer(base.config.hidden_size, seed=config.seed).to(device)

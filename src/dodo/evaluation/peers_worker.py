@@ -47,6 +47,8 @@ class Press:
             raise ValueError(f"there is no press {method!r}; presses are {', '.join(PRESSES)}")
         self.method = method
         self.model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto", attn_implementation="sdpa").to(device).eval()
+        # a slice of states would have the head's matrix copied for each text
+        self.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
         self.tokenizer = AutoTokenizer.from_pretrained(base)
         self.attentions = [layer.self_attn for layer in self.model.model.layers]
         self.number = 0
