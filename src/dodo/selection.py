@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dodo.errors import InputError
 
-__all__ = ["Selection", "count_nuggets", "gather_tokens", "prefer_dense", "select_top_k", "stride"]
+__all__ = ["Selection", "count_nuggets", "every", "gather_tokens", "prefer_dense", "select_top_k", "stride"]
 
 
 @dataclass(frozen=True)
@@ -142,3 +142,12 @@ def stride(mask: Tensor, *, ratio: float, keep_first: bool) -> Tensor:
     candidates[:, 0] &= ~((mask.sum(-1) > 1) & keep_first)
     k = torch.tensor([count_nuggets(n, ratio=ratio) for n in candidates.sum(-1).tolist()], device=mask.device)
     return prefer_dense(torch.zeros(mask.shape, device=mask.device), k, candidates)
+
+
+def every(places: Tensor, *, ratio: float) -> Tensor:
+    """Every r-th of places counted from 0, the last of each r: the stride of texts that go on.
+
+    >>> every(torch.arange(7), ratio=3).tolist()
+    [False, False, True, False, False, True, False]
+    """
+    return ((places + 1) / ratio).floor() > (places / ratio).floor()

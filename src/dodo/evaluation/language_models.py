@@ -21,7 +21,7 @@ from dodo.autoregressive import Autoregressive
 from dodo.compressive import Compressive
 from dodo.errors import InputError
 from dodo.model import Dodo
-from dodo.selection import count_nuggets
+from dodo.selection import count_nuggets, every
 
 __all__ = ["LANGUAGE_MODELS", "Averaged", "LanguageModel", "Scored", "Selected", "Tail", "make_language_model"]
 
@@ -125,8 +125,8 @@ class Selected:
         if self.name == "dodo":
             return lm.keep(scores)
         if self.name == "stride":
-            place = torch.arange(scores.shape[1], device=scores.device) - history.start
-            return (place % self.ratio == self.ratio - 1).expand(scores.shape)
+            places = torch.arange(scores.shape[1], device=scores.device) - history.start
+            return every(places, ratio=self.ratio).expand(scores.shape)
         before = scores[:, history]
         if not before.shape[1]:
             return torch.zeros_like(scores, dtype=torch.bool)

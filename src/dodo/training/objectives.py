@@ -22,7 +22,7 @@ from dodo.compressor import Compressor
 from dodo.data.batches import Batch
 from dodo.icae import Icae, Memory
 from dodo.nuggets import Nuggets
-from dodo.selection import stride
+from dodo.selection import every, stride
 from dodo.training.fused import linear_cross_entropy
 
 __all__ = ["Loss", "Way", "batch_loss", "encode", "remember", "select_rows"]
@@ -122,9 +122,7 @@ def _read_on(compressor: Compressor, batch: Batch, way: Way) -> Tensor:
     lm = Autoregressive(compressor, threshold=math.inf, window=batch.window, segment=batch.segment)
     scores = lm.score(batch.documents)
     if way == "stride":
-        places = torch.arange(batch.documents.shape[1], device=scores.device)
-        kept = ((places + 1) / batch.ratio).floor() > (places / batch.ratio).floor()
-        kept = kept.expand(scores.shape)
+        kept = every(torch.arange(scores.shape[1], device=scores.device), ratio=batch.ratio).expand(scores.shape)
     else:
         competing = scores.detach()[:, lm.keep_first :].flatten()
         k = min(len(competing), max(1, round(len(competing) / batch.ratio)))
