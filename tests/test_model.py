@@ -129,6 +129,13 @@ def test_generation_steps_equal_a_full_forward_pass(make: Maker, window: int | N
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == made
 
 
+def test_a_text_is_rebuilt_as_long_as_it_was_whatever_it_is_batched_with(make: Maker) -> None:
+    dodo = make(keep_first=False)
+    texts = ["one two three", "one two three four five six seven eight nine ten " * 3]
+    made = dodo.reconstruct(dodo.compress(texts, ratio=2), eos_token_id=None)
+    assert made == [dodo.reconstruct(dodo.compress(text, ratio=2), eos_token_id=None) for text in texts]
+
+
 def test_reconstruction_starts_with_the_soft_token(make: Maker) -> None:
     dodo = make(stirred=True)
     nuggets = dodo.compress([TEXT, "short"], ratio=5)

@@ -251,14 +251,18 @@ class Dodo:
 
         Args:
             nuggets: of one text or several.
-            max_new_tokens: None: as many tokens as the longest text had, and an end token.
+            max_new_tokens: None: of each text as many tokens as it had, and an end token.
             generation: see `generate`.
 
         Returns:
             str for one text, else list[str].
         """
-        longest = int(nuggets.lengths.max()) + 1
-        return self.generate(nuggets, None, max_new_tokens=max_new_tokens or longest, **generation)
+        lengths = (nuggets.lengths + 1).tolist()
+        new = self.generate_ids(nuggets, None, max_new_tokens=max_new_tokens or max(lengths), **generation)
+        if max_new_tokens is None:  # a short text that does not end must not run on to the longest one's length
+            each = len(new) // len(lengths)
+            new = [ids[: lengths[i // each]] for i, ids in enumerate(new)]
+        return self._texts(new)
 
     def generate(
         self, nuggets: Nuggets, prompt: str | Sequence[str] | None, *, max_new_tokens: int = 128, **generation: Any
@@ -283,8 +287,11 @@ class Dodo:
         prompts = None if prompt is None else [prompt] if isinstance(prompt, str) else list(prompt)
         rows = None if prompts is None else [self._prompt_ids(p) for p in prompts]
         new = self.generate_ids(nuggets, rows, max_new_tokens=max_new_tokens, **generation)
-        texts = [self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in new]
-        single = prompt is None or isinstance(prompt, str)
+        return self._texts(new, single=prompt is None or isinstance(prompt, str))
+
+    def _texts(self, rows: Sequence[Sequence[int]], *, single: bool = True) -> Any:
+        """What tokens say: a str for one row, where one was asked for by itself, else list[str]."""
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in rows]
         return texts[0] if len(texts) == 1 and single else texts
 
     def stream(

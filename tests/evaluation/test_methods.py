@@ -96,7 +96,7 @@ def test_icae_answers_and_rebuilds_each_document_from_its_memory(with_memory):
             logits = with_memory.compressor.base.get_output_embeddings()(states[0])
         prompt = tokenizer(chat_turn(tokenizer, request), add_special_tokens=False)["input_ids"]
         assert replies[i] == tokenizer.decode(icae.generate_ids(memory, [prompt], max_new_tokens=8)[0], skip_special_tokens=True)
-        again = icae.generate_ids(memory, None, max_new_tokens=max(held.tokens) + 1)[0]
+        again = icae.generate_ids(memory, None, max_new_tokens=held.tokens[i] + 1)[0]
         assert rebuilt[i] == tokenizer.decode(again, skip_special_tokens=True)
         wanted = float(torch.nn.functional.cross_entropy(logits, own[0], reduction="sum"))
         assert nats[i] == (pytest.approx(wanted, rel=1e-4), own.shape[1])

@@ -150,15 +150,15 @@ class Memorized:
         tokenizer = self.dodo.tokenizer
         turns = [chat_turn(tokenizer, request) for request in requests]
         prompts = [tokenizer(turn, add_special_tokens=False, verbose=False)["input_ids"] for turn in turns]
-        return self._write(held, prompts, max_new_tokens)
+        return self._texts(self.icae.generate_ids(held.what, prompts, max_new_tokens=max_new_tokens))
 
     def rebuild(self, held: Held) -> list[str]:
-        return self._write(held, None, max(held.tokens) + 1)
+        made = self.icae.generate_ids(held.what, None, max_new_tokens=max(held.tokens) + 1)
+        return self._texts([ids[: tokens + 1] for ids, tokens in zip(made, held.tokens, strict=True)])
 
-    def _write(self, held: Held, prompts: list[list[int]] | None, max_new_tokens: int) -> list[str]:
-        made = self.icae.generate_ids(held.what, prompts, max_new_tokens=max_new_tokens)
+    def _texts(self, rows: list[list[int]]) -> list[str]:
         decode = self.dodo.tokenizer.decode
-        return [str(decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)) for ids in made]
+        return [str(decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)) for ids in rows]
 
     def nats(self, held: Held, documents: Sequence[str]) -> list[tuple[float, int]]:
         def decode(ids: Tensor, mask: Tensor) -> Tensor:
