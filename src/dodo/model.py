@@ -289,7 +289,7 @@ class Dodo:
         new = self.generate_ids(nuggets, rows, max_new_tokens=max_new_tokens, **generation)
         return self._texts(new, single=prompt is None or isinstance(prompt, str))
 
-    def _texts(self, rows: Sequence[Sequence[int]], *, single: bool = True) -> Any:
+    def _texts(self, rows: list[list[int]], *, single: bool = True) -> Any:
         """What tokens say: a str for one row, where one was asked for by itself, else list[str]."""
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in rows]
         return texts[0] if len(texts) == 1 and single else texts
