@@ -36,7 +36,7 @@ LIMITS = {
     COMPRESSOR: """Rebuilt texts lose names, numbers and dates first, at high ratios and in long texts above all.
 Answers have a share right that the table tells; where it is near that of nodoc, the document is hardly read.
 English prose, some code. Whatever the base gets wrong with the whole text in view, it gets wrong here too.""",
-    LANGUAGE_MODEL: """Trained briefly, on plain texts of at most 512 tokens: what it says in a conversation is a small base's,
+    LANGUAGE_MODEL: """Trained briefly, on plain texts of at most 1,024 tokens: what it says in a conversation is a small base's,
 and no better for it.
 English prose, some code.""",
 }
