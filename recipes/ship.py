@@ -29,8 +29,8 @@ Dynamic Contextual Compression for Decoder-only LMs, Section 2.2). For `dodo gen
 MEASURED = {
     COMPRESSOR: "Greedy decoding, texts not trained on; the records are in results/.",
     LANGUAGE_MODEL: """Texts not trained on; the records are in results/. Compressive and theta (Full, trained) have adapters of
-their own, made by recipes/smollm2-135m-compressive.yaml and recipes/smollm2-135m-full.yaml on the same texts; full is the base
-as it is.""",
+their own, made on the same texts by recipes/smollm2-135m-compressive*.yaml and recipes/smollm2-135m-full*.yaml; full is the
+base as it is.""",
 }
 LIMITS = {
     COMPRESSOR: """Rebuilt texts lose names, numbers and dates first, at high ratios and in long texts above all.
