@@ -17,6 +17,7 @@ from dodo.autoregressive import Autoregressive, FeatureStream
 from dodo.compressor import Compressor
 from dodo.config import LoraSettings
 from dodo.errors import InputError, UnsupportedModelError, WindowError
+from dodo.thresholds import Pace, Thresholds
 from dodo.training.fused import fused_lora
 from tests.conftest import FAMILIES, VOCABULARY, Pair, stir, tokens
 
@@ -159,6 +160,47 @@ def test_padded_rows_on_either_side_equal_single_rows(pair: Maker, family: str, 
 def test_a_score_equal_to_the_threshold_is_not_kept(pair: Maker) -> None:
     lm = language_model(pair("llama").compressor, threshold=0.5)
     assert lm.keep(torch.tensor([[0.25, 0.5, 0.75]])).tolist() == [[False, False, True]]
+
+
+def pace_of(lm: Autoregressive, ids: Tensor, ratio: float = 3) -> Pace:
+    """Thresholds of some tokens' own scores, for ratios near to each other."""
+    scores = lm.score(ids).flatten()
+    return Pace(Thresholds.estimate(scores, feature_window=lm.feature_window, ratios=(1.5, 2, 3, 4, 6)), ratio)
+
+
+@pytest.mark.parametrize("origin", [0, 3])
+@pytest.mark.parametrize("keep_first", [False, True])
+def test_a_pace_counts_what_was_kept_before_each_segment(pair: Maker, keep_first: bool, origin: int) -> None:
+    compressor = stir(pair("llama", keep_first=keep_first).compressor)
+    lm, ids = language_model(compressor), tokens(3, 30)
+    pace = pace_of(lm, ids)
+    lm = dataclasses.replace(lm, threshold=pace)
+    scores = lm.score(ids)
+    kept = lm.keep(scores, origin=origin).tolist()
+    thresholds = set()
+    for row, values in enumerate(scores.tolist()):
+        start = 0
+        for t, score in enumerate(values):
+            if (t - origin) % lm.segment == 0:
+                start = t
+            threshold = pace.at(max(0, start - keep_first), sum(kept[row][int(keep_first) : start]))
+            thresholds.add(threshold)
+            assert kept[row][t] == (score > threshold)
+    assert len(thresholds) > 5
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_pace_takes_no_count_of_padding(pair: Maker, left: bool) -> None:
+    lm = language_model(stir(pair("llama", keep_first=True).compressor))
+    lm = dataclasses.replace(lm, threshold=pace_of(lm, tokens(3, 30)))
+    scores, real = torch.randn(2, 30, generator=torch.Generator().manual_seed(3)), torch.ones(2, 30, dtype=torch.bool)
+    places = slice(11, None) if left else slice(0, 19)
+    real[1] = False
+    real[1, places] = True
+    kept = lm.keep(scores, real)
+    assert kept[0].tolist() == lm.keep(scores[:1])[0].tolist()
+    assert kept[1, places].tolist() == lm.keep(scores[1:, places])[0].tolist()
+    assert not kept[~real].any()
 
 
 def test_states_are_what_the_head_reads(pair: Maker) -> None:

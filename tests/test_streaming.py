@@ -20,10 +20,10 @@ from dodo.config import DodoConfig, LoraSettings
 from dodo.errors import InputError
 from dodo.model import Dodo
 from dodo.streaming import StreamingCache, feed, generate_ids, streaming
-from dodo.thresholds import Thresholds, realised_ratio
+from dodo.thresholds import Pace, Thresholds, realised_ratio
 from tests.conftest import FAMILIES, Pair, small_config, stir, tiny_model, tokens
 from tests.standins.models import byte_tokenizer, tiny_llama
-from tests.test_autoregressive import close, language_model
+from tests.test_autoregressive import close, language_model, pace_of
 
 Maker = Callable[..., Pair]
 family = pytest.mark.parametrize("family", FAMILIES)
@@ -65,6 +65,20 @@ def test_all_kept_with_fresh_adapters_streams_the_base_model(pair: Maker, family
     ids = tokens(1, 40)
     with torch.no_grad():
         close(stream(language_model(made.compressor, threshold=-math.inf), ids, 9), made.base(ids).logits)
+
+
+@pytest.mark.parametrize("keep_first", [False, True])
+def test_a_threshold_that_follows_the_text_is_the_same_in_any_pieces(pair: Maker, keep_first: bool) -> None:
+    compressor = stir(pair("llama", keep_first=keep_first).compressor)
+    ids, lm = tokens(1, 61), language_model(compressor)
+    lm = dataclasses.replace(lm, threshold=pace_of(lm, tokens(4, 61, seed=5)))
+    with torch.no_grad():
+        expected, kept = lm.forward(ids), lm.keep(lm.score(ids))[0, int(keep_first) :]
+    for piece in (1, 7, 61):
+        cache = StreamingCache(lm)
+        close(torch.cat([feed(cache, part) for part in ids.split(piece, dim=1)], dim=1), expected)
+        assert cache.chosen == int(kept.sum())
+    assert 61 / 3 - 4 < cache.chosen < 61 / 3 + 4
 
 
 def test_the_last_logits_can_be_had_alone(pair: Maker) -> None:
@@ -302,9 +316,9 @@ def test_thresholds_are_estimated_from_texts_used_by_ratio_and_saved_with_the_ad
     assert table == dodo.thresholds
     assert table.tokens == sum(len(dodo.document_ids(text)) - 1 for text in TEXTS)
     lm = dodo.autoregressive(ratio=5, window=6, segment=3)
-    assert (lm.threshold, lm.window, lm.segment, lm.feature_window) == (table.at(5), 6, 3, 32)
+    assert (lm.threshold, lm.window, lm.segment, lm.feature_window) == (Pace(table, 5), 6, 3, 32)
     scores = lm.sampled_scores(dodo.document_ids(text) for text in TEXTS)
-    assert realised_ratio(scores, lm.threshold) == pytest.approx(5, rel=0.1)
+    assert realised_ratio(scores, table.at(5)) == pytest.approx(5, rel=0.1)
     assert dodo.autoregressive(threshold=1.5).threshold == 1.5
     assert dodo.autoregressive(ratio=1).threshold == -math.inf
     with pytest.raises(InputError, match="not both"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dodo.errors import InputError
-from dodo.thresholds import RATIOS, Thresholds, realised_ratio
+from dodo.thresholds import RATIOS, REACH, Pace, Thresholds, realised_ratio
 
 
 def _scores(n: int, *, seed: int = 0) -> torch.Tensor:
@@ -96,3 +96,28 @@ def test_equal_scores_keep_none_rather_than_all() -> None:
 def test_it_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         TABLE.tokens = 3  # type: ignore[misc]
+
+
+# -- a threshold that follows the text
+
+
+@pytest.mark.parametrize("higher", [-1.5, 0.0, 1.5])
+def test_as_many_are_kept_of_texts_that_score_higher_or_lower(higher: float) -> None:
+    """Their own threshold would be half a standard deviation off, at which the table's keeps twice as many or half of them."""
+    scores, ratio, segment, kept = _scores(8_000, seed=2) + higher, 8, 16, 0
+    pace = Pace(TABLE, ratio)
+    for start in range(0, len(scores), segment):
+        kept += int((scores[start : start + segment] > pace.at(start, kept)).sum())
+        assert abs(kept - (start + segment) / ratio) < 2 * REACH / ratio
+    assert kept == pytest.approx(len(scores) / ratio, rel=0.03)
+    fixed = realised_ratio(scores, TABLE.at(ratio))
+    assert higher == 0 or not 0.7 < fixed / ratio < 1.4
+
+
+def test_a_pace_stays_within_its_table() -> None:
+    pace = Pace(TABLE, 10)
+    assert pace.at(0, 0) == TABLE.at(10)
+    assert pace.at(100_000, 0) == TABLE.values[0]
+    assert pace.at(0, 100_000) == TABLE.values[-1]
+    with pytest.raises(InputError, match=r"1\.5 to 40"):
+        Pace(TABLE, 50)

@@ -7,6 +7,7 @@ the text is split. `streaming` computes the same function a piece at a time, in 
 Shapes: B texts, T tokens, V vocabulary, d width.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from dodo.architecture import FeatureLayers, backbone, device_of, layer_windows
 from dodo.attention import attention_masks, cache_argument, check_gradient_backend, retain, turn
 from dodo.compressor import Compressor
 from dodo.errors import InputError, WindowError
+from dodo.thresholds import Pace
 
 __all__ = ["Autoregressive", "FeatureStream", "held_bytes"]
 
@@ -33,7 +35,8 @@ class Autoregressive:
     always, which counts as kept.
 
     compressor: base, adapters and scorer.
-    threshold: Lambda, in the unit of the scores; -inf keeps all tokens, inf none. See `thresholds`.
+    threshold: Lambda, in the unit of the scores; -inf keeps all tokens, inf none. See `thresholds`. A `Pace` gives each segment
+        its own, by what was kept of the text before it.
     window: tau, tokens before a segment that are seen uncompressed, at least 1.
     segment: tokens that share a splitting index, at least 1.
     feature_window: tokens that each layer below the scorer looks back on, itself counted; at most half the base's window. Of
@@ -45,7 +48,7 @@ class Autoregressive:
     """
 
     compressor: Compressor
-    threshold: float
+    threshold: float | Pace
     window: int = 128
     segment: int = 64
     feature_window: int = 512
@@ -55,7 +58,9 @@ class Autoregressive:
         for name in ("window", "segment", "feature_window"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise InputError(f"{name} must be a whole number of at least 1, not {getattr(self, name)!r}")
-        if not isinstance(self.threshold, int | float) or math.isnan(self.threshold):
+        if not isinstance(self.threshold, Pace) and not (
+            isinstance(self.threshold, int | float) and not math.isnan(self.threshold)
+        ):
             raise InputError(f"the threshold must be a number, not {self.threshold!r}")
         half = self.compressor.window // 2
         if self.window + self.segment > half:
@@ -116,9 +121,39 @@ class Autoregressive:
         with self.compressor.adapters.use(None):
             return scorer(features(input_ids, attention_mask=masks, position_ids=positions))
 
-    def keep(self, scores: Tensor) -> Tensor:
-        """Which tokens are kept for their score, alpha of Eq. 8: bool like `scores`."""
-        return scores > self.threshold
+    def threshold_at(self, tokens: int, kept: int) -> float:
+        """Lambda of the segment that begins behind so many tokens of a text, so many of which were kept for their score."""
+        if isinstance(self.threshold, Pace):
+            return self.threshold.at(max(0, tokens - self.keep_first), kept)
+        return self.threshold
+
+    def keep(self, scores: Tensor, real: Tensor | None = None, *, origin: int = 0) -> Tensor:
+        """Which tokens are kept for their score, alpha of Eq. 8.
+
+        Args:
+            scores: floating [B, T].
+            real: bool [B, T], false for padding on either side.
+            origin: a position at which a segment starts.
+
+        Returns:
+            bool [B, T].
+        """
+        if not isinstance(self.threshold, Pace):
+            return scores > self.threshold
+        own = scores.detach().cpu()  # one copy, for each segment hangs on those before it
+        kept = torch.zeros_like(own, dtype=torch.bool)
+        rows = [slice(None)] * len(own) if real is None else list(real.cpu())
+        for row, places in enumerate(rows):
+            kept[row, places] = self._keep_one(own[row, places], origin)
+        return kept.to(scores.device)
+
+    def _keep_one(self, scores_T: Tensor, origin: int) -> Tensor:
+        kept = torch.zeros_like(scores_T, dtype=torch.bool)
+        starts = range(origin % self.segment, len(scores_T), self.segment)
+        for start, end in itertools.pairwise(sorted({0, *starts, len(scores_T)})):
+            threshold = self.threshold_at(start, int(kept[self.keep_first : start].sum()))
+            kept[start:end] = scores_T[start:end] > threshold
+        return kept
 
     @torch.no_grad()
     def sampled_scores(self, texts: Iterable[Sequence[int]]) -> Tensor:
@@ -179,7 +214,7 @@ class Autoregressive:
             scores = self.score(input_ids, attention_mask)
         positions = _positions(real)
         first = real & (positions == 0) & self.keep_first
-        kept = (self.keep(scores) if kept is None else kept) & real
+        kept = (self.keep(scores, real, origin=origin) if kept is None else kept) & real
         left = (positions - origin).div(self.segment, rounding_mode="floor") * self.segment + origin - self.window
         recent = positions[:, None, :] >= left[:, :, None]  # [B, queries, keys]: left is where each query's window starts
         nuggets = self._nuggets((kept & ~first)[:, None, :] & ~recent)

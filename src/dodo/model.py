@@ -34,7 +34,7 @@ from dodo.generation import generate_ids, pad_rows
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.prompts import question_prompt
 from dodo.streaming import StreamingCache
-from dodo.thresholds import Thresholds
+from dodo.thresholds import Pace, Thresholds
 
 __all__ = ["Dodo"]
 
@@ -381,7 +381,7 @@ class Dodo:
         self,
         *,
         ratio: float | None = None,
-        threshold: float | None = None,
+        threshold: float | Pace | None = None,
         window: int = 128,
         segment: int = 64,
         max_states: int | None = None,
@@ -389,8 +389,8 @@ class Dodo:
         """This model as a language model whose memory of its own text is compressed and bounded. Paper: Section 2.2.
 
         Args:
-            ratio: tokens per nugget, about; needs `thresholds`, but for 1; or
-            threshold: Lambda, scores above which tokens are kept; neither: the configured ratio.
+            ratio: tokens per nugget; needs `thresholds`, but for 1. The threshold follows the text, see `Pace`; or
+            threshold: Lambda, scores above which tokens are kept, for the whole text (Eq. 8); neither: the configured ratio.
             window: tau, tokens seen uncompressed before each segment.
             segment: tokens that share the index at which the text is split.
             max_states: tokens held at most; None: as many as the base's window holds.
@@ -406,7 +406,7 @@ class Dodo:
         if threshold is None:
             if known is None:
                 raise InputError("these adapters have no thresholds yet; call estimate_thresholds(texts), or give a threshold")
-            threshold = known.at(ratio)
+            threshold = Pace(known, ratio)
         features = {} if known is None else {"feature_window": known.feature_window}
         return Autoregressive(
             self.compressor, threshold=threshold, window=window, segment=segment, max_states=max_states, **features

@@ -43,6 +43,8 @@ class StreamingCache(Cache):
         next_position: where the next token goes, below the base's window.
         positions: int64 [S], of the keys held, ascending.
         kept: bool [S], which of them stay when they leave the window.
+        chosen: tokens of the text so far that were kept for their score, held or dropped.
+        threshold: Lambda of the current segment.
     """
 
     def __init__(self, lm: Autoregressive) -> None:
@@ -55,6 +57,8 @@ class StreamingCache(Cache):
         self.next_position = 0
         self.positions = torch.empty(0, dtype=torch.long, device=device)
         self.kept = torch.empty(0, dtype=torch.bool, device=device)
+        self.chosen = 0
+        self.threshold = lm.threshold_at(0, 0)
 
     def __bool__(self) -> bool:
         return False  # Phi-3's generation throws a true cache away when the text passes its original window
@@ -82,6 +86,7 @@ class StreamingCache(Cache):
     def begin_segment(self) -> None:
         """Drop what is not to be seen from the next token on; when its segment would not fit the window, turn back all keys."""
         lm, here = self.lm, self.next_position
+        self.threshold = lm.threshold_at(self.tokens, self.chosen)
         base_window = lm.compressor.window
         recent = self.positions >= here - lm.window
         first = torch.zeros_like(self.kept)
@@ -153,9 +158,10 @@ def _feed(cache: StreamingCache, input_ids: Tensor, logits_to_keep: int, forward
 def _read(cache: StreamingCache, input_ids: Tensor, logits_to_keep: int, forward: Callable[..., Any]) -> Tensor:
     """The next tokens of one segment."""
     lm, base = cache.lm, cache.lm.compressor.base
-    kept = lm.keep(lm.compressor.scorer(cache.features(input_ids)))[0]
-    if cache.tokens == 0 and lm.keep_first:
-        kept[0] = True
+    kept = (lm.compressor.scorer(cache.features(input_ids)) > cache.threshold)[0]
+    first = int(cache.tokens == 0 and lm.keep_first)
+    cache.chosen += int(kept[first:].sum())
+    kept[:first] = True
     positions = torch.arange(cache.next_position, cache.next_position + len(kept), device=kept.device)
     inputs: dict[str, Any] = {
         cache_argument(base): cache.states,

@@ -1,7 +1,8 @@
 """Thresholds on scores: which ratio each of them gives.
 
 Paper: Section 2.2, Eq. 8 and the paragraph behind it: Lambda is such that of t tokens about t / r score higher, estimated by
-running a trained scorer on sampled text. Pure functions on scores; a table of them stands beside the adapters.
+running a trained scorer on sampled text. Pure functions on scores; a table of them stands beside the adapters. Beyond the paper:
+a threshold that follows the text, for texts differ in how high they score.
 """
 
 import dataclasses
@@ -17,12 +18,15 @@ from torch import Tensor
 from dodo.config import read_versioned
 from dodo.errors import InputError
 
-__all__ = ["RATIOS", "THRESHOLDS_FILE", "Thresholds", "realised_ratio"]
+__all__ = ["RATIOS", "REACH", "THRESHOLDS_FILE", "Pace", "Thresholds", "realised_ratio"]
 
 THRESHOLDS_FILE = "thresholds.json"
 VERSION = 1
 RATIOS = (1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 15.0, 20.0, 25.0, 30.0, 40.0)
 """r of the table's entries, tokens per nugget."""
+
+REACH = 128
+"""Tokens in which a threshold that follows the text makes up for what was kept too many or too few."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,42 @@ class Thresholds:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"could not read {path}: {error}") from None
         return cls.from_json(text, where=str(path))
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A threshold that follows the text, so that of t tokens about t / r are kept, whatever the text.
+
+    thresholds: which threshold gives which ratio, on average over texts.
+    ratio: r.
+
+    Raises:
+        InputError: a ratio that is not in the table's range.
+    """
+
+    thresholds: Thresholds
+    ratio: float
+
+    def __post_init__(self) -> None:
+        self.thresholds.at(self.ratio)
+
+    def at(self, tokens: int, kept: int) -> float:
+        """Lambda for the next segment: that of the ratio r' which would make up in `REACH` tokens for what is missing of t / r.
+
+        1 / r' = 1 / r + (t / r - kept) / REACH, within the table's range.
+
+        Args:
+            tokens: t, that have competed so far.
+            kept: how many of them were kept.
+
+        >>> table = Thresholds(ratios=(2, 8), values=(0, 4), tokens=100, feature_window=512)
+        >>> pace = Pace(table, ratio=4)
+        >>> pace.at(0, 0), pace.at(128, 32), pace.at(128, 0), pace.at(128, 48)
+        (2.0, 2.0, 0.0, 4.0)
+        """
+        low, high = self.thresholds.ratios[0], self.thresholds.ratios[-1]
+        share = 1 / self.ratio + (tokens / self.ratio - kept) / REACH
+        return self.thresholds.at(min(max(1 / max(share, 1 / high), low), high))
 
 
 def realised_ratio(scores: Tensor, threshold: float) -> float:

@@ -19,7 +19,7 @@ from dodo.evaluation.language_models import LANGUAGE_MODELS, Scored, make_langua
 from dodo.evaluation.perplexity import Perplexity, articles
 from dodo.evaluation.scoring import perplexity
 from dodo.model import Dodo
-from dodo.thresholds import Thresholds
+from dodo.thresholds import Pace, Thresholds
 from tests.cli.tiny import TEXT, save_model
 from tests.conftest import stir
 
@@ -90,9 +90,8 @@ def alone(dodo: Dodo, name: str, row: list[int], start: int) -> Tensor:
         pooled = Compressive(compressor, ratio=RATIO, window=half, segment=SEGMENT, max_groups=half)
         return pooled.forward(ids, origin=start)[0, -1].log_softmax(-1)
     assert dodo.thresholds is not None
-    lm = Autoregressive(
-        compressor, threshold=dodo.thresholds.at(RATIO), window=half, segment=SEGMENT, max_states=STATES + SEGMENT + 1
-    )
+    threshold = Pace(dodo.thresholds, RATIO) if name == "dodo" else dodo.thresholds.at(RATIO)
+    lm = Autoregressive(compressor, threshold=threshold, window=half, segment=SEGMENT, max_states=STATES + SEGMENT + 1)
     kept = None
     past = max(0, start - 1 - half)  # tokens that compete
     if name == "stride":
@@ -248,7 +247,7 @@ def test_what_can_not_be_is_refused(dodo: Dodo, tmp_path: Path) -> None:
             task(dodo, states=states)
     with pytest.raises(InputError, match="at least 1"):
         task(dodo, segment=0)
-    with pytest.raises(InputError, match="methods are dodo, top-k"):
+    with pytest.raises(InputError, match="methods are dodo, threshold"):
         make_language_model("random", dodo, 10)
     with pytest.raises(InputError, match="whole number"):
         make_language_model("dodo", dodo, 2.5)

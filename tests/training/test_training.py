@@ -19,6 +19,7 @@ from dodo.data.batches import Batch, Draw, TextSource
 from dodo.data.shards import Ragged, Shard
 from dodo.errors import InputError
 from dodo.model import Dodo
+from dodo.thresholds import Pace
 from dodo.training.callbacks import Validation
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import NanLossError, TrainingModule, rate_at
@@ -354,7 +355,7 @@ def test_the_autoregressive_lm_learns_and_is_saved_with_its_thresholds(recipe_fi
     assert losses[-1] < losses[0] - 0.5, losses
     dodo = Dodo.from_pretrained(tmp_path / "run" / "last")
     assert dodo.thresholds is not None
-    assert dodo.autoregressive(ratio=3, window=4, segment=4).threshold == dodo.thresholds.at(3)
+    assert dodo.autoregressive(ratio=3, window=4, segment=4).threshold == Pace(dodo.thresholds, 3)
     assert dodo.write("the dodo of", dodo.autoregressive(ratio=3, window=4, segment=4), max_new_tokens=2) is not None
 
 

@@ -51,8 +51,9 @@ Examples:
     help="dodo; the same adapters with a stride or random selection; memory tokens, which need adapters of their own (icae); "
     "the base with the whole text (full), no text, a summary by itself (lmsumm), or the text's end; or a peer on the same base "
     "(kvpress-*, llmlingua: see --peers-python). "
-    "In perplexity: dodo (by thresholds), top-k, stride, compressive (means), and the last states alone: full (base), theta. "
-    "In endless: dodo (by thresholds), the latest states alone (window), the base with everything (full).",
+    "In perplexity: dodo (by a threshold that follows the text), one for all texts (threshold), top-k, stride, compressive "
+    "(means), and the last states alone: full (base), theta. "
+    "In endless: dodo (as in perplexity), the latest states alone (window), the base with everything (full).",
 )
 @click.option("--data", "data", multiple=True, required=True, metavar="PATH", help="Files, patterns or hf: ids; repeatable.")
 @click.option("--ratio", "-r", type=ratio_value, metavar="R", help="Tokens per nugget. [default: the model's; 10 for LMs]")

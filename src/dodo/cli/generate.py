@@ -56,8 +56,8 @@ def command(
 ) -> None:
     """Go on with the text in FILE ('-' is standard input), or with --prompt, however long it is.
 
-    Of what left the window only tokens that score above a threshold are held. The new text is printed as it comes: 128 tokens
-    at most unless --max-new-tokens says otherwise. `dodo calibrate` makes the thresholds of ratios above 1.
+    Of what left the window only tokens that score above a threshold are held, one in --ratio of them. The new text is printed as
+    it comes: 128 tokens at most unless --max-new-tokens says otherwise. `dodo calibrate` makes the thresholds of ratios above 1.
     """
     if (file is None) == (prompt is None):
         raise click.UsageError("FILE and --prompt: give one of them" + ("" if file is None else ", not both"))
@@ -98,7 +98,7 @@ def command(
                 "text": made,
                 "model": model,
                 "adapters": adapters_state(dodo),
-                "threshold": lm.threshold if abs(lm.threshold) != float("inf") else str(lm.threshold),
+                "threshold": cache.threshold if abs(cache.threshold) != float("inf") else str(cache.threshold),
                 "tokens_read": len(ids),
                 "tokens_new": new,
                 **held(cache),

@@ -22,6 +22,7 @@ from dodo.compressive import Compressive
 from dodo.errors import InputError
 from dodo.model import Dodo
 from dodo.selection import count_nuggets, every
+from dodo.thresholds import Pace
 
 __all__ = ["LANGUAGE_MODELS", "Averaged", "LanguageModel", "Scored", "Selected", "Tail", "make_language_model"]
 
@@ -73,30 +74,30 @@ class Selected:
 
     Args:
         ratio: r, a whole number.
-        choice: by the threshold of the adapters (Eq. 8): the number of nuggets varies, the latest S / 2 are held at most;
-            the r-th part with the highest scores, so that there are exactly S / 2 of a whole history; or every r-th token.
+        choice: by a threshold that follows the text (`Pace`), or by one and the same for all texts (Eq. 8): the number of nuggets
+            varies, the latest S / 2 are held at most; the r-th part with the highest scores, so that there are exactly S / 2 of a
+            whole history; or every r-th token.
 
     Attributes:
-        threshold: Lambda, or None where it does not select.
+        threshold: Lambda, fixed or following; None where it does not select.
 
     Raises:
         InputError: there are no thresholds.
     """
 
-    def __init__(self, dodo: Dodo, *, ratio: int, choice: Literal["dodo", "top-k", "stride"] = "dodo") -> None:
+    def __init__(self, dodo: Dodo, *, ratio: int, choice: Literal["dodo", "threshold", "top-k", "stride"] = "dodo") -> None:
         self.dodo, self.ratio = dodo, ratio
         self.name: str = choice
-        self.threshold: float | None = None
-        self._features = 512
-        if choice == "dodo" and dodo.thresholds is None:
-            raise InputError(
-                "these adapters have no thresholds, by which method dodo selects: estimate them with dodo calibrate, "
-                "or take --method top-k"
-            )
-        if dodo.thresholds is not None:
-            self._features = dodo.thresholds.feature_window
-        if choice == "dodo" and dodo.thresholds is not None:
-            self.threshold = dodo.thresholds.at(ratio)
+        self.threshold: float | Pace | None = None
+        known = dodo.thresholds
+        self._features = 512 if known is None else known.feature_window
+        if choice in ("dodo", "threshold"):
+            if known is None:
+                raise InputError(
+                    f"these adapters have no thresholds, by which method {choice} selects: estimate them with dodo calibrate, "
+                    "or take --method top-k"
+                )
+            self.threshold = Pace(known, ratio) if choice == "dodo" else known.at(ratio)
 
     def history(self, states: int) -> int:
         return (self.ratio + 1) * states // 2
@@ -115,15 +116,15 @@ class Selected:
         )
         left = max(0, start - lm.window)
         scores = lm.score(rows)
-        kept = self._kept(lm, scores, slice(first, max(first, left)))
+        kept = self._kept(lm, scores, slice(first, max(first, left)), origin=start)
         hidden = lm.forward(rows, scores=scores, kept=kept, origin=start, states=True)
         nuggets = kept[:, first : max(first, left)].sum(-1).clamp_max(lm.capacity)
         return Scored(_nats(self.dodo, hidden, targets), (min(first, left) + nuggets + start - left).cpu())
 
-    def _kept(self, lm: Autoregressive, scores: Tensor, history: slice) -> Tensor:
-        """bool [B, T]; `history` are the tokens whose selection counts for the segment."""
-        if self.name == "dodo":
-            return lm.keep(scores)
+    def _kept(self, lm: Autoregressive, scores: Tensor, history: slice, *, origin: int) -> Tensor:
+        """bool [B, T]; `history` are the tokens whose selection counts for the segment, which starts at `origin`."""
+        if self.threshold is not None:
+            return lm.keep(scores, origin=origin)
         if self.name == "stride":
             places = torch.arange(scores.shape[1], device=scores.device) - history.start
             return every(places, ratio=self.ratio).expand(scores.shape)
@@ -162,6 +163,7 @@ class Averaged:
 
 LANGUAGE_MODELS: dict[str, Callable[[Dodo, int], LanguageModel]] = {
     "dodo": lambda dodo, ratio: Selected(dodo, ratio=ratio),
+    "threshold": lambda dodo, ratio: Selected(dodo, ratio=ratio, choice="threshold"),
     "top-k": lambda dodo, ratio: Selected(dodo, ratio=ratio, choice="top-k"),
     "stride": lambda dodo, ratio: Selected(dodo, ratio=ratio, choice="stride"),
     "compressive": lambda dodo, ratio: Averaged(dodo, ratio=ratio),

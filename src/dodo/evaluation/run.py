@@ -16,6 +16,7 @@ from dodo.evaluation.perplexity import STATES, Perplexity
 from dodo.evaluation.record import about_machine, commit, today, write_json
 from dodo.evaluation.tasks import OF_LENGTHS, TASKS, Item, Task
 from dodo.model import Dodo
+from dodo.thresholds import Pace
 
 __all__ = ["evaluate"]
 
@@ -101,12 +102,13 @@ def evaluate(
         "seed": seed,
     }
     if task == Perplexity.name:
+        threshold = getattr(how, "threshold", None)
         settings |= {
             "states": list(measuring.states),
             "segment": segment,
             "keep_first": dodo.config.keep_first,
             "whole history at ratio": ratio,
-            "threshold": getattr(how, "threshold", None),
+            "threshold": "follows the text" if isinstance(threshold, Pace) else threshold,
         }
     if task == Endless.name:
         settings |= {"states": None if method == "full" else states[-1], "keep_first": dodo.config.keep_first}
