@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria
+from transformers.cache_utils import DynamicLayer
 
 from dodo.adapters import Adapters
-from dodo.attention import cache_argument
+from dodo.attention import ROOM, RoomyLayer, cache_argument
 from dodo.autoregressive import Autoregressive
 from dodo.compressor import Compressor
 from dodo.config import DodoConfig, LoraSettings
@@ -106,6 +107,31 @@ def test_a_single_token_is_read_with_merged_weights_and_the_base_stays(pair: Mak
 
 
 # -- what is held
+
+
+def test_a_layer_with_room_copies_what_it_holds_only_when_the_room_is_full_or_the_states_are_replaced() -> None:
+    layer, plain, moved, place = RoomyLayer(), DynamicLayer(), [], 0
+    new = torch.randn(2 * ROOM + 3, 2, 1, 3, 1, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for i, (key, value) in enumerate(new):
+            seen, expected = layer.update(key, value), plain.update(key, value)
+            assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
+            if seen[0].data_ptr() != place:
+                moved.append(i)
+            place = seen[0].data_ptr()
+        assert moved == [0, 1, ROOM + 2]
+        for each in (layer, plain):
+            each.keys, each.values = each.keys[:, :, ::2].clone(), each.values[:, :, ::2].clone()
+        short = layer.update(*new[0]), plain.update(*new[0])
+        assert all(torch.equal(a, b) for a, b in zip(*short, strict=True))
+        layer.crop(-3)
+        cropped = layer.keys.clone()
+        layer.update(*new[0])
+        assert torch.equal(layer.keys[:, :, :-1], cropped)
+    learning = new[0, 0].clone().requires_grad_()
+    keys, _ = layer.update(learning, new[0, 1])
+    keys.sum().backward()
+    assert bool((learning.grad == 1).all())
 
 
 def test_what_left_the_window_and_was_not_kept_is_dropped(pair: Maker) -> None:

@@ -27,10 +27,12 @@ __all__ = [
     "NuggetCache",
     "AllKept",
     "OnePassCache",
+    "RoomyLayer",
     "attention_masks",
     "cache_argument",
     "check_gradient_backend",
     "retain",
+    "roomy_cache",
     "turn",
     "windows_by_position",
 ]
@@ -55,6 +57,53 @@ def check_gradient_backend(model: PreTrainedModel) -> None:
         )
 
 
+ROOM = 64
+"""Tokens for which a `RoomyLayer` takes memory ahead."""
+
+
+class RoomyLayer(DynamicLayer):
+    """A layer of a cache with room behind its keys and values, so that a new token does not copy all those before it.
+
+    `keys` and `values` [B, H, S, D] are views of the first S tokens of larger tensors; when they are replaced, the room is taken
+    anew. States with gradients are joined as ever.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rooms: list[Tensor | None] = [None, None]
+        self._views: list[Tensor | None] = [None, None]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled():
+            joined: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+            return joined
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        held = self.get_seq_length()
+        self.keys = self._append(0, self.keys, key_states, held)
+        self.values = self._append(1, self.values, value_states, held)
+        return self.keys, self.values
+
+    def _append(self, i: int, states: Tensor | None, new: Tensor, held: int) -> Tensor:
+        room, end = self._rooms[i], held + new.shape[2]
+        if room is None or states is not self._views[i] or end > room.shape[2]:
+            room = new.new_empty(*new.shape[:2], end + (ROOM if held else 0), new.shape[3])
+            if held:
+                assert states is not None
+                room[:, :, :held] = states
+        room[:, :, held:end] = new
+        view = room[:, :, :end]
+        self._rooms[i], self._views[i] = room, view
+        return view
+
+
+def roomy_cache() -> DynamicCache:
+    """An empty cache of `RoomyLayer`s."""
+    cache = DynamicCache()
+    cache.layer_class_to_replicate = RoomyLayer
+    return cache
+
+
 class NuggetCache(DynamicCache):
     """A transformers cache that begins with nuggets and knows the position of every key it holds.
 
@@ -63,7 +112,7 @@ class NuggetCache(DynamicCache):
 
     def __init__(self, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], positions: Tensor, mask: Tensor) -> None:
         super().__init__()
-        self.layers = [DynamicLayer() for _ in keys]
+        self.layers = [RoomyLayer() for _ in keys]
         for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
             self.update(key, value, layer)
         self.key_positions = positions.clone()

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dodo.architecture import FeatureLayers, backbone, device_of, layer_windows
-from dodo.attention import attention_masks, cache_argument, check_gradient_backend, retain, turn
+from dodo.attention import attention_masks, cache_argument, check_gradient_backend, retain, roomy_cache, turn
 from dodo.compressor import Compressor
 from dodo.errors import InputError, WindowError
 from dodo.thresholds import Pace
@@ -257,7 +257,7 @@ class FeatureStream:
     def __init__(self, lm: Autoregressive) -> None:
         self._lm = lm
         self._layers = FeatureLayers(lm.compressor.base, lm.compressor.config.feature_layer)
-        self._cache = DynamicCache()
+        self._cache = roomy_cache()
         self._next_position = 0
 
     @property
@@ -310,9 +310,9 @@ class FeatureStream:
 
 
 def held_bytes(cache: DynamicCache) -> int:
-    """Memory of a cache's keys and values."""
+    """Memory of a cache's keys and values, with the room behind them."""
     layers: Any = cache.layers
-    return sum(x.nbytes for layer in layers for x in (layer.keys, layer.values) if x is not None)
+    return sum(x.untyped_storage().nbytes() for layer in layers for x in (layer.keys, layer.values) if x is not None)
 
 
 def _feature_masks(lm: Autoregressive, queries: Tensor, keys: Tensor, real: Tensor) -> Any:
