@@ -221,6 +221,25 @@ def test_long_messages_are_compressed_and_the_last_line_is_asked(client, served)
     assert refused.status_code == 400 and "line of its own" in refused.json()["error"]["message"]
 
 
+def test_a_long_message_of_several_clients_at_once_is_compressed_once(client, served, monkeypatch):
+    asked, compressed = client(compress_over=40), []
+    body = {**CHAT, "messages": [{"role": "system", "content": TEXT}, *CHAT["messages"]]}
+    compress = served.compress_ids
+    monkeypatch.setattr(served, "compress_ids", lambda *args, **kwargs: compressed.append(1) or compress(*args, **kwargs))
+    going = asked.app.state.service.intake._compressing._going
+    with ThreadPoolExecutor(3) as pool:
+        with busy(asked):
+            answers = [pool.submit(asked.post, CHATS, json=body) for _ in range(3)]
+            until = time.monotonic() + 30
+            while not any(each.waiting == 3 for each in going.values()) and time.monotonic() < until:
+                time.sleep(0.01)
+        texts = {answer.result().json()["choices"][0]["message"]["content"] for answer in answers}
+    assert len(compressed) == len(texts) == 1
+    assert not going
+    assert asked.post(CHATS, json=body).json()["choices"][0]["message"]["content"] in texts
+    assert len(compressed) == 1
+
+
 def test_contexts_that_do_not_fit_the_window_side_by_side_are_put_closer(client):
     asked = client()
     ids = [kept(asked, TEXT * 9)["id"]] * 4

@@ -18,6 +18,7 @@ from dodo.serving.held import Held
 from dodo.serving.progress import reporting
 from dodo.serving.prompting import Prompting, Turn
 from dodo.serving.settings import Settings
+from dodo.serving.shared import Shared
 from dodo.serving.store import Store
 
 __all__ = ["Conversation", "Intake", "Scored", "TooLong"]
@@ -63,6 +64,7 @@ class Intake:
         self._dodo, self._engine, self._prompting, self._store, self._settings = dodo, engine, prompting, store, settings
         self._waiting = 0
         self._messages: Held[Nuggets] = Held(_TURN_MEMORY)
+        self._compressing: Shared[Nuggets] = Shared()
         self._scored: Held[Scored] = Held(_SCORE_MEMORY)
 
     async def document(
@@ -189,9 +191,10 @@ class Intake:
 
     async def _message(self, text: str) -> Nuggets:
         key = hashlib.sha256(text.encode()).hexdigest()
-        if (nuggets := self._messages.get(key)) is None:
-            nuggets = await self.document(text, ratio=self._settings.compress_ratio)
-            self._messages.put(key, nuggets, size=nuggets.nbytes)
+        if (known := self._messages.get(key)) is not None:
+            return known
+        nuggets = await self._compressing.get(key, lambda: self.document(text, ratio=self._settings.compress_ratio))
+        self._messages.put(key, nuggets, size=nuggets.nbytes)
         return nuggets
 
     async def _tokens(self, text: str) -> int:
