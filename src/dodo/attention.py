@@ -58,7 +58,7 @@ def check_gradient_backend(model: PreTrainedModel) -> None:
 
 
 ROOM = 64
-"""Tokens for which a `RoomyLayer` takes memory ahead."""
+"""Tokens for which a `RoomyLayer` takes memory ahead when tokens come one at a time."""
 
 
 class RoomyLayer(DynamicLayer):
@@ -87,7 +87,7 @@ class RoomyLayer(DynamicLayer):
     def _append(self, i: int, states: Tensor | None, new: Tensor, held: int) -> Tensor:
         room, end = self._rooms[i], held + new.shape[2]
         if room is None or states is not self._views[i] or end > room.shape[2]:
-            room = new.new_empty(*new.shape[:2], end + (ROOM if held else 0), new.shape[3])
+            room = new.new_empty(*new.shape[:2], end + (ROOM if held and new.shape[2] == 1 else 0), new.shape[3])
             if held:
                 assert states is not None
                 room[:, :, :held] = states

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dodo.architecture import FeatureLayers, backbone, device_of, layer_windows
-from dodo.attention import attention_masks, cache_argument, check_gradient_backend, retain, roomy_cache, turn
+from dodo.attention import attention_masks, cache_argument, check_gradient_backend, retain, turn
 from dodo.compressor import Compressor
 from dodo.errors import InputError, WindowError
 from dodo.thresholds import Pace
@@ -257,7 +257,7 @@ class FeatureStream:
     def __init__(self, lm: Autoregressive) -> None:
         self._lm = lm
         self._layers = FeatureLayers(lm.compressor.base, lm.compressor.config.feature_layer)
-        self._cache = roomy_cache()
+        self._cache = DynamicCache()
         self._next_position = 0
 
     @property
