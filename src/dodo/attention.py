@@ -32,7 +32,6 @@ __all__ = [
     "cache_argument",
     "check_gradient_backend",
     "retain",
-    "roomy_cache",
     "turn",
     "windows_by_position",
 ]
@@ -95,13 +94,6 @@ class RoomyLayer(DynamicLayer):
         view = room[:, :, :end]
         self._rooms[i], self._views[i] = room, view
         return view
-
-
-def roomy_cache() -> DynamicCache:
-    """An empty cache of `RoomyLayer`s."""
-    cache = DynamicCache()
-    cache.layer_class_to_replicate = RoomyLayer
-    return cache
 
 
 class NuggetCache(DynamicCache):

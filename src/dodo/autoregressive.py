@@ -310,9 +310,9 @@ class FeatureStream:
 
 
 def held_bytes(cache: DynamicCache) -> int:
-    """Memory of a cache's keys and values, with the room behind them."""
+    """Memory of a cache's keys and values."""
     layers: Any = cache.layers
-    return sum(x.untyped_storage().nbytes() for layer in layers for x in (layer.keys, layer.values) if x is not None)
+    return sum(x.nbytes for layer in layers for x in (layer.keys, layer.values) if x is not None)
 
 
 def _feature_masks(lm: Autoregressive, queries: Tensor, keys: Tensor, real: Tensor) -> Any:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dodo.adapters import PHI, THETA
 from dodo.architecture import device_of, layer_windows
-from dodo.attention import attention_masks, cache_argument, retain, roomy_cache, turn
+from dodo.attention import attention_masks, cache_argument, retain, turn
 from dodo.autoregressive import Autoregressive, FeatureStream, held_bytes
 from dodo.errors import InputError
 from dodo.generation import generation_settings, until_end
@@ -48,7 +48,7 @@ class StreamingCache(Cache):
     """
 
     def __init__(self, lm: Autoregressive) -> None:
-        self.states = roomy_cache()
+        self.states = DynamicCache()
         super().__init__(layers=self.states.layers)  # one list, so that both grow
         device = device_of(lm.compressor.base)
         self.lm = lm

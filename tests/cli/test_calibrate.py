@@ -64,7 +64,9 @@ def test_generate_takes_the_thresholds_that_were_written_beside_the_adapters(run
     before = sorted(path for path in adapters.rglob("*") if path.is_file())
     assert run("calibrate", corpus, "--model", adapters).exit_code == 0
     assert sorted(path for path in adapters.rglob("*") if path.is_file()) == sorted([*before, adapters / "thresholds.json"])
-    made = json.loads(run("generate", "--prompt", "The dodo", "--ratio", "10", "--model", adapters, "--json").stdout)
+    made = json.loads(
+        run("generate", "--prompt", "The dodo", "--ratio", "10", "--max-new-tokens", "4", "--model", adapters, "--json").stdout
+    )
     assert made["threshold"] == Thresholds.load(adapters / "thresholds.json").at(10)
 
 

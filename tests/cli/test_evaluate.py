@@ -143,7 +143,7 @@ def test_perplexity_at_each_number_of_states(run, models, texts, tmp_path, metho
     [
         (("perplexity", "--states", "7"), "--states 7: must be even"),
         (("perplexity", "--states", "0"), "--states"),
-        (("perplexity", "--method", "nodoc"), "--method nodoc: can't do perplexity; its methods are dodo, top-k"),
+        (("perplexity", "--method", "nodoc"), "--method nodoc: can't do perplexity; its methods are dodo, threshold"),
         (("squad", "--method", "compressive"), "--method compressive: can't do squad"),
         (("autoencoding", "--method", "kvpress-knorm"), "--method kvpress-knorm: can't do autoencoding; its methods are dodo"),
         (("squad", "--peers-python", "python"), "--peers-python python: has no effect on dodo"),

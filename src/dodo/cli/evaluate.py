@@ -26,7 +26,7 @@ TASKS = {
     "efficiency": ("dodo", *PEERS),
     "squad": ("dodo", "stride", "random", "icae", "full", "nodoc", "lmsumm", "truncate", *PEERS),
     "summarization": ("dodo", "stride", "random", "icae", "full", "nodoc", "lmsumm", "truncate", *PEERS),
-    "perplexity": ("dodo", "top-k", "stride", "compressive", "full", "theta"),
+    "perplexity": ("dodo", "threshold", "top-k", "stride", "compressive", "full", "theta"),
     "endless": ("dodo", "window", "full"),
 }
 """The methods of each task."""
@@ -136,7 +136,7 @@ def command(
     if method in PEERS:
         find_python(peers_python)  # before the model is loaded
     dodo, _ = load_model(model, device, dtype)
-    if method in ("dodo", "top-k", "stride", "random", "compressive", "theta"):
+    if method in ("dodo", "threshold", "top-k", "stride", "random", "compressive", "theta"):
         note_fresh(dodo)
     used = ratio if ratio is not None else 10.0 if task in ("perplexity", "endless") else dodo.config.ratio
     out = out or Path("results") / f"{task}-{method}-r{used:g}.json"
