@@ -41,6 +41,8 @@ and no better for it.
 English prose, some code.""",
 }
 
+SELECTING = ("dodo", "threshold", "top-k", "stride", "random")
+"""Methods that measure the adapters that ship."""
 MEASURES = {
     "autoencoding": ("bleu", "bleu standard error", "n", 1),
     "squad": ("accuracy", "standard error", "n", 3),
@@ -62,7 +64,7 @@ def main() -> None:
     records = [json.loads(Path(path).read_text(encoding="utf-8")) for path in sorted(glob.glob(given.results))]
     for record in records:
         made_with = record["settings"]["adapter fingerprint"]
-        if made_with != dodo.fingerprint.adapter and record["settings"]["method"] in ("dodo", "stride", "random", "threshold", "top-k"):
+        if made_with != dodo.fingerprint.adapter and record["settings"]["method"] in SELECTING:
             raise SystemExit(f"{record['name']} was measured with adapters {made_with}, not {dodo.fingerprint.adapter}")
     target = SHIPPED / given.alias
     with tempfile.TemporaryDirectory(dir=SHIPPED.parent) as scratch:
