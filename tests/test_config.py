@@ -16,6 +16,7 @@ UNUSUAL = DodoConfig(
     keep_first=False,
     positions="compact",
     selection="density",
+    reach=4.5,
     encoder=LoraSettings(rank=3, alpha=1.5, targets="all-linear"),
     decoder=LoraSettings(rank=9, alpha=4.0, targets=("q_proj", "o_proj")),
     seed=11,

@@ -25,7 +25,7 @@ from dodo.errors import InputError, WindowError
 from dodo.memory import MemoryTokens
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.scorer import Scorer
-from dodo.selection import Selection, count_nuggets, prefer_dense, select_top_k
+from dodo.selection import Selection, count_nuggets, prefer_covering, prefer_dense, select_top_k
 
 __all__ = ["Compressor"]
 
@@ -200,10 +200,16 @@ class Compressor(nn.Module):
         k = [count_nuggets(n, ratio=ratio, nuggets=nuggets) for n in (totals - sinks).tolist()]
         wanted = torch.tensor(k, device=scores.device)
         if select_by is None:
-            dense = self.config.selection == "density"
-            select_by = prefer_dense(scores, wanted, real & ~kept_first) if dense else scores
+            select_by = self._preferred(scores, wanted, real & ~kept_first)
         select_by = select_by.masked_fill(kept_first, torch.finfo(select_by.dtype).max)  # ties go to the first
         return select_top_k(select_by, wanted + sinks, real), sinks
+
+    def _preferred(self, scores: Tensor, k: Tensor, candidates: Tensor) -> Tensor:
+        if self.config.selection == "density":
+            return prefer_dense(scores, k, candidates)
+        if self.config.selection == "coverage":
+            return prefer_covering(scores, k, candidates, reach=self.config.reach)
+        return scores
 
     def _encode_piece(
         self, input_ids: Tensor, selection: Selection, *, start: int, past: Nuggets | None

@@ -57,8 +57,11 @@ class DodoConfig:
     """Keep the first token as one more nugget (attention sink); it is put in front if the tokenizer has a BOS token."""
     positions: PositionScheme = "original"
     """Rotary positions of nuggets: those of their tokens, decoder at n; or compact, 0 .. k-1, decoder at k."""
-    selection: Literal["top-k", "density"] = "top-k"
-    """The k best-scored tokens (paper), or k tokens spread over the text, closer together where scores are high."""
+    selection: Literal["top-k", "density", "coverage"] = "top-k"
+    """The k best-scored tokens (paper); or k tokens spread over the text, closer together where scores are high; or the k tokens
+    that leave least out of their reach."""
+    reach: float = 10.0
+    """Tokens before a nugget that it holds, about; for selection by coverage."""
     encoder: LoraSettings = field(default_factory=LoraSettings)
     """phi."""
     decoder: LoraSettings = field(default_factory=LoraSettings)
@@ -87,8 +90,10 @@ class DodoConfig:
             raise InputError(f"trained_ratios must be the lowest and the highest ratio, not {self.trained_ratios!r}")
         if not isinstance(self.keep_first, bool):
             raise InputError(f"keep_first must be true or false, not {self.keep_first!r}")
-        if self.selection not in ("top-k", "density"):
-            raise InputError(f"selection must be 'top-k' or 'density', not {self.selection!r}")
+        if self.selection not in ("top-k", "density", "coverage"):
+            raise InputError(f"selection must be 'top-k', 'density' or 'coverage', not {self.selection!r}")
+        if not _is_number(self.reach) or self.reach <= 0:
+            raise InputError(f"reach must be a number of tokens above 0, not {self.reach!r}")
         if self.positions not in ("original", "compact"):
             raise InputError(f"positions must be 'original' or 'compact', not {self.positions!r}")
         for name in ("base", "base_fingerprint"):
