@@ -141,7 +141,11 @@ def test_perplexity_at_each_number_of_states(run, models, texts, tmp_path, metho
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("perplexity", "--states", "7"), "--states 7: must be even"),
+        (("perplexity", "--states", "7"), "--states 7: a share of 0.5 of them is no whole number"),
+        (("perplexity", "--states", "64", "--whole", "0.9"), "--states 64: a share of 0.9 of them is no whole number"),
+        (("perplexity", "--method", "theta", "--whole", "0.75"), "--whole 0.75: all states of theta are whole tokens"),
+        (("perplexity", "--whole", "1"), "--whole"),
+        (("squad", "--whole", "0.5"), "--whole 0.5: has no effect in squad"),
         (("perplexity", "--states", "0"), "--states"),
         (("perplexity", "--method", "nodoc"), "--method nodoc: can't do perplexity; its methods are dodo, threshold"),
         (("squad", "--method", "compressive"), "--method compressive: can't do squad"),

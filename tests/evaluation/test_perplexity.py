@@ -77,23 +77,23 @@ def measured(dodo: Dodo, method: Any, source: Path, *, batch: int = 7, **setting
 # -- the definition, against a loop
 
 
-def alone(dodo: Dodo, name: str, row: list[int], start: int) -> Tensor:
+def alone(dodo: Dodo, name: str, row: list[int], start: int, tau: int) -> Tensor:
     """Log-probabilities behind a row's last token, in a pass of their own; the segment starts at `start`."""
-    ids, half = torch.tensor([row]), STATES // 2
+    ids = torch.tensor([row])
     compressor = dodo.compressor
     if name in ("full", "theta"):
         with compressor.adapters.use("theta" if name == "theta" else None):
             return compressor.base(ids).logits[0, -1].log_softmax(-1)
     if name == "compressive":
-        odd = max(0, start - 1 - half) % RATIO
+        odd = max(0, start - 1 - tau) % RATIO
         ids, start = torch.tensor([row[:1] + row[1 + odd :]]), start - odd
-        pooled = Compressive(compressor, ratio=RATIO, window=half, segment=SEGMENT, max_groups=half)
+        pooled = Compressive(compressor, ratio=RATIO, window=tau, segment=SEGMENT, max_groups=STATES - tau)
         return pooled.forward(ids, origin=start)[0, -1].log_softmax(-1)
     assert dodo.thresholds is not None
     threshold = Pace(dodo.thresholds, RATIO) if name == "dodo" else dodo.thresholds.at(RATIO)
-    lm = Autoregressive(compressor, threshold=threshold, window=half, segment=SEGMENT, max_states=STATES + SEGMENT + 1)
+    lm = Autoregressive(compressor, threshold=threshold, window=tau, segment=SEGMENT, max_states=STATES + SEGMENT + 1)
     kept = None
-    past = max(0, start - 1 - half)  # tokens that compete
+    past = max(0, start - 1 - tau)  # tokens that compete
     if name == "stride":
         kept = torch.tensor([[(i - 1) % RATIO == RATIO - 1 for i in range(len(row))]])
     if name == "top-k":
@@ -103,29 +103,33 @@ def alone(dodo: Dodo, name: str, row: list[int], start: int) -> Tensor:
     return lm.forward(ids, kept=kept, origin=start)[0, -1].log_softmax(-1)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.75, 0.25])
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 @torch.no_grad()
-def test_each_token_is_scored_as_by_a_pass_of_its_own(dodo: Dodo, texts: Path, name: str) -> None:
+def test_each_token_is_scored_as_by_a_pass_of_its_own(dodo: Dodo, texts: Path, name: str, share: float) -> None:
     texts.write_text(json.dumps({"text": TEXT[:110]}), encoding="utf-8")
-    _, items, made, found = measured(dodo, make_language_model(name, dodo, RATIO), texts)
+    _, items, made, found = measured(dodo, make_language_model(name, dodo, RATIO, share), texts, share=share)
     ids = dodo.document_ids(TEXT[:110])
-    reach = STATES if name in ("full", "theta") else HISTORY
+    tau = int(STATES * share)
+    made_of = tau + RATIO * (STATES - tau)
+    reach = STATES if name in ("full", "theta") else made_of
     nats = {}
     for i in range(1, len(ids)):
         start = (i - 1) // SEGMENT * SEGMENT
         before = ids[max(1, start - reach) : start]
         row = [*ids[: min(1, start)], *before, *ids[start:i]]
-        nats[i] = -float(alone(dodo, name, row, len(row) - (i - start))[ids[i]])
+        nats[i] = -float(alone(dodo, name, row, len(row) - (i - start), tau)[ids[i]])
     for item in items:
         expected = [nats[i] for i in range(item.start + 1, min(item.start + 1 + SEGMENT, len(ids)))]
         assert made[item.key]["nats"] == pytest.approx(expected, abs=2e-3)
-    whole = [n for i, n in nats.items() if (i - 1) // SEGMENT * SEGMENT >= HISTORY + 1]
+    whole = [n for i, n in nats.items() if (i - 1) // SEGMENT * SEGMENT >= max(HISTORY, made_of) + 1]
     assert found["8 states"]["subword perplexity"] == pytest.approx(math.exp(sum(whole) / len(whole)), rel=1e-3)
     assert found["8 states"]["subword perplexity, all"] == pytest.approx(math.exp(sum(nats.values()) / len(nats)), rel=1e-3)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.75])
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
-def test_a_method_sees_as_many_states_as_it_says(dodo: Dodo, texts: Path, name: str) -> None:
+def test_a_method_sees_as_many_states_as_it_says(dodo: Dodo, texts: Path, name: str, share: float) -> None:
     seen: list[list[int]] = []
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -140,7 +144,7 @@ def test_a_method_sees_as_many_states_as_it_says(dodo: Dodo, texts: Path, name: 
 
     handle = backbone(dodo.compressor.base).register_forward_pre_hook(note, with_kwargs=True)
     try:
-        measuring, items, made, found = measured(dodo, make_language_model(name, dodo, RATIO), texts, batch=1)
+        measuring, items, made, found = measured(dodo, make_language_model(name, dodo, RATIO, share), texts, batch=1, share=share)
     finally:
         handle.remove()
     assert [made[item.key]["states"] for item in items] == [row[0] for row in seen]
@@ -242,9 +246,12 @@ def test_perplexity_and_its_error_by_hand() -> None:
 
 
 def test_what_can_not_be_is_refused(dodo: Dodo, tmp_path: Path) -> None:
-    for states, message in (((7,), "even"), ((0,), "even"), ((300,), "room for 512")):
+    for states, message in (((7,), "of 7 states, a share of 0.5"), ((0,), "of 0 states"), ((300,), "room for 512")):
         with pytest.raises(InputError, match=message):
             task(dodo, states=states)
+    for share in (0.9, 1.0, 0.01):
+        with pytest.raises(InputError, match=f"of 8 states, a share of {share:g}"):
+            task(dodo, share=share)
     with pytest.raises(InputError, match="at least 1"):
         task(dodo, segment=0)
     with pytest.raises(InputError, match="methods are dodo, threshold"):

@@ -70,7 +70,14 @@ Examples:
     type=click.IntRange(min=2),
     multiple=True,
     metavar="S",
-    help="States held before each segment; even; repeatable. [default: 64, 128, 256] In endless: held at most. [default: 1024]",
+    help="States held before each segment; repeatable. [default: 64, 128, 256] In endless: held at most. [default: 1024]",
+)
+@click.option(
+    "--whole",
+    "share",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    metavar="SHARE",
+    help="Share of the states that are whole tokens, in perplexity and endless; the others are compressed. [default: 0.5]",
 )
 @click.option("--segment", type=click.IntRange(min=1), metavar="M", help="Tokens of a segment in perplexity. [default: 16]")
 @click.option(
@@ -98,6 +105,7 @@ def command(
     ratio: float | None,
     lengths: tuple[int, ...],
     states: tuple[int, ...],
+    share: float | None,
     segment: int | None,
     limit: int | None,
     seed: int,
@@ -125,7 +133,7 @@ def command(
 
     The record, a JSON file, has what is needed to judge and to repeat the measurement. A stopped one goes on where it was.
     """
-    _check(task, method, ratio, lengths, states, segment, examples)
+    _check(task, method, ratio, lengths, states, share, segment, examples)
     if peers_python is not None and method not in PEERS:
         raise click.UsageError(f"--peers-python {peers_python}: has no effect on {method}; leave it out")
     try:
@@ -141,7 +149,7 @@ def command(
     used = ratio if ratio is not None else 10.0 if task in ("perplexity", "endless") else dodo.config.ratio
     out = out or Path("results") / f"{task}-{method}-r{used:g}.json"
     states = states or (1024,) * (task == "endless")
-    given: dict[str, Any] = {"lengths": lengths, "states": states, "segment": segment}
+    given: dict[str, Any] = {"lengths": lengths, "states": states, "share": share, "segment": segment}
     given = {name: value for name, value in given.items() if value}
     with counter("item") as progress:
         record = evaluate(
@@ -176,6 +184,7 @@ def _check(
     ratio: float | None,
     lengths: tuple[int, ...],
     states: tuple[int, ...],
+    share: float | None,
     segment: int | None,
     examples: int,
 ) -> None:
@@ -184,20 +193,23 @@ def _check(
         raise click.UsageError(f"--method {method}: can't do {task}; its methods are {', '.join(TASKS[task])}")
     given = {
         "--states": states[:1],
+        "--whole": () if share is None else (share,),
         "--segment": () if segment is None else (segment,),
         "--length": lengths[:1],
         "--examples": (examples,) if examples else (),
     }
-    of_task = {"perplexity": ("--states", "--segment"), "endless": ("--states",)}
+    of_task = {"perplexity": ("--states", "--whole", "--segment"), "endless": ("--states", "--whole")}
     of_task |= {"autoencoding": ("--length", "--examples"), "delimiters": ("--length",), "efficiency": ("--length",)}
     for flag, values in given.items():
         for value in values if flag not in of_task.get(task, ("--examples",)) else ():
             raise click.UsageError(f"{flag} {value}: has no effect in {task}; leave it out")
     if task == "endless" and len(states) > 1:
         raise click.UsageError(f"--states {states[1]}: endless takes one number of states")
+    if share is not None and method in ("full", "theta", "window"):
+        raise click.UsageError(f"--whole {share:g}: all states of {method} are whole tokens; leave it out")
     for count in states:
-        if count % 2:
-            raise click.UsageError(f"--states {count}: must be even; half of them are compressed, half are whole tokens")
+        if abs(count * (share or 0.5) - round(count * (share or 0.5))) > 1e-6:
+            raise click.UsageError(f"--states {count}: a share of {share or 0.5:g} of them is no whole number of whole tokens")
     if task == "perplexity" and ratio is not None and ratio != int(ratio):
         raise click.UsageError(f"--ratio {ratio:g}: perplexity needs a whole number of tokens per state")
 

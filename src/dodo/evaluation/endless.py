@@ -1,7 +1,7 @@
 """Perplexity by position of texts many windows long, read on in bounded memory. Paper: Section 2.2; docs/decisions/0009.
 
 A text is read from its first token to its last, each token predicted from what the method holds there: `dodo` at most S states,
-half of them for the latest tokens and the segment, the others nuggets; `window` the latest alone, and the first token if the
+a share of them for the latest tokens and the segment, the others nuggets; `window` the latest alone, and the first token if the
 configuration keeps it; `full` the base with all of it, whose memory has no bound and whose positions leave its window. Perplexity
 is given for each stretch of `STRETCH` tokens, so that one sees whether it holds.
 """
@@ -19,6 +19,7 @@ from dodo.attention import cache_argument
 from dodo.autoregressive import held_bytes
 from dodo.data.reading import read_records, resolve, text_field
 from dodo.errors import InputError
+from dodo.evaluation.language_models import whole_of
 from dodo.evaluation.scoring import perplexity
 from dodo.evaluation.tasks import Item
 from dodo.model import Dodo
@@ -119,15 +120,17 @@ def _whole(dodo: Dodo) -> Reader:
     return read
 
 
-READERS: dict[str, Callable[[Dodo, float, int], Reader]] = {
-    "dodo": lambda dodo, ratio, states: _streamed(dodo, window=states // 2 - SEGMENT, states=states, ratio=ratio),
-    "window": lambda dodo, ratio, states: _streamed(dodo, window=states - SEGMENT - 2, states=states, ratio=None),
-    "full": lambda dodo, ratio, states: _whole(dodo),
+READERS: dict[str, Callable[[Dodo, float, int, float], Reader]] = {
+    "dodo": lambda dodo, ratio, states, share: _streamed(
+        dodo, window=whole_of(states, share) - SEGMENT, states=states, ratio=ratio
+    ),
+    "window": lambda dodo, ratio, states, share: _streamed(dodo, window=states - SEGMENT - 2, states=states, ratio=None),
+    "full": lambda dodo, ratio, states, share: _whole(dodo),
 }
-"""By name: from a model, a ratio and the states held at most."""
+"""By name: from a model, a ratio, the states held at most, and the share of them that is whole tokens."""
 
 
-def make_reader(name: str, dodo: Dodo, ratio: float, states: int) -> Reader:
+def make_reader(name: str, dodo: Dodo, ratio: float, states: int, share: float = 0.5) -> Reader:
     """A reader by its name.
 
     Raises:
@@ -135,6 +138,8 @@ def make_reader(name: str, dodo: Dodo, ratio: float, states: int) -> Reader:
     """
     if name not in READERS:
         raise InputError(f"method {name!r} can't do task endless; methods are {', '.join(READERS)}")
-    if states // 2 <= SEGMENT:
-        raise InputError(f"{states} states are too few: half of them hold a segment of {SEGMENT} tokens and those before it")
-    return READERS[name](dodo, ratio, states)
+    if name != "full" and (whole_of(states, share) <= SEGMENT or states <= SEGMENT + 2):
+        raise InputError(
+            f"{states} states are too few: {share:g} of them hold a segment of {SEGMENT} tokens and those before it"
+        )
+    return READERS[name](dodo, ratio, states, share)

@@ -24,7 +24,7 @@ from dodo.model import Dodo
 from dodo.selection import count_nuggets, every
 from dodo.thresholds import Pace
 
-__all__ = ["LANGUAGE_MODELS", "Averaged", "LanguageModel", "Scored", "Selected", "Tail", "make_language_model"]
+__all__ = ["LANGUAGE_MODELS", "Averaged", "LanguageModel", "Scored", "Selected", "Tail", "history_of", "make_language_model", "whole_of"]
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,13 @@ class Tail:
 
 
 class Selected:
-    """Dodo: up to S / 2 nuggets of the r S / 2 tokens before the last S / 2, which are whole.
+    """Dodo: the last tau tokens whole, and up to S - tau nuggets of the r (S - tau) tokens before them.
 
     Args:
         ratio: r, a whole number.
+        share: tau / S.
         choice: by a threshold that follows the text (`Pace`), or by one and the same for all texts (Eq. 8): the number of nuggets
-            varies, the latest S / 2 are held at most; the r-th part with the highest scores, so that there are exactly S / 2 of a
+            varies, the latest S - tau are held at most; the r-th part with the highest scores, so that there are exactly S - tau of a
             whole history; or every r-th token.
 
     Attributes:
@@ -85,8 +86,15 @@ class Selected:
         InputError: there are no thresholds.
     """
 
-    def __init__(self, dodo: Dodo, *, ratio: int, choice: Literal["dodo", "threshold", "top-k", "stride"] = "dodo") -> None:
-        self.dodo, self.ratio = dodo, ratio
+    def __init__(
+        self,
+        dodo: Dodo,
+        *,
+        ratio: int,
+        share: float = 0.5,
+        choice: Literal["dodo", "threshold", "top-k", "stride"] = "dodo",
+    ) -> None:
+        self.dodo, self.ratio, self.share = dodo, ratio, share
         self.name: str = choice
         self.threshold: float | Pace | None = None
         known = dodo.thresholds
@@ -100,7 +108,7 @@ class Selected:
             self.threshold = Pace(known, ratio) if choice == "dodo" else known.at(ratio)
 
     def history(self, states: int) -> int:
-        return (self.ratio + 1) * states // 2
+        return history_of(states, self.share, self.ratio)
 
     @torch.no_grad()
     def score(self, rows: Tensor, targets: Tensor, states: int) -> Scored:
@@ -109,7 +117,7 @@ class Selected:
         lm = Autoregressive(
             compressor,
             threshold=-math.inf if self.threshold is None else self.threshold,
-            window=states // 2,
+            window=whole_of(states, self.share),
             segment=M,
             feature_window=self._features,
             max_states=states + M + first,
@@ -136,44 +144,45 @@ class Selected:
 
 
 class Averaged:
-    """Compressive: S / 2 means of r tokens each, and the last S / 2 tokens whole. Of a short history, the oldest tokens
+    """Compressive: the last tau tokens whole, and S - tau means of r tokens each. Of a short history, the oldest tokens
     that would make less than a group are left out: whole, they would be states beyond S.
 
     Args:
         ratio: r, a whole number.
+        share: tau / S.
     """
 
-    def __init__(self, dodo: Dodo, *, ratio: int) -> None:
-        self.dodo, self.ratio, self.name = dodo, ratio, "compressive"
+    def __init__(self, dodo: Dodo, *, ratio: int, share: float = 0.5) -> None:
+        self.dodo, self.ratio, self.share, self.name = dodo, ratio, share, "compressive"
 
     def history(self, states: int) -> int:
-        return (self.ratio + 1) * states // 2
+        return history_of(states, self.share, self.ratio)
 
     @torch.no_grad()
     def score(self, rows: Tensor, targets: Tensor, states: int) -> Scored:
-        M, half, first = targets.shape[1], states // 2, int(self.dodo.config.keep_first)
+        M, whole, first = targets.shape[1], whole_of(states, self.share), int(self.dodo.config.keep_first)
         start = rows.shape[1] - M
-        odd = max(0, start - half - first) % self.ratio
+        odd = max(0, start - whole - first) % self.ratio
         rows, start = torch.cat([rows[:, :first], rows[:, first + odd :]], dim=1), start - odd
-        lm = Compressive(self.dodo.compressor, ratio=self.ratio, window=half, segment=M, max_groups=half)
+        lm = Compressive(self.dodo.compressor, ratio=self.ratio, window=whole, segment=M, max_groups=states - whole)
         held = int(lm.seen(rows.shape[1], origin=start)[start].sum()) - 1  # but for the segment's first token itself
         hidden = lm.forward(rows, origin=start, states=True)
         return Scored(_nats(self.dodo, hidden, targets), torch.full((len(rows),), held))
 
 
-LANGUAGE_MODELS: dict[str, Callable[[Dodo, int], LanguageModel]] = {
-    "dodo": lambda dodo, ratio: Selected(dodo, ratio=ratio),
-    "threshold": lambda dodo, ratio: Selected(dodo, ratio=ratio, choice="threshold"),
-    "top-k": lambda dodo, ratio: Selected(dodo, ratio=ratio, choice="top-k"),
-    "stride": lambda dodo, ratio: Selected(dodo, ratio=ratio, choice="stride"),
-    "compressive": lambda dodo, ratio: Averaged(dodo, ratio=ratio),
-    "full": lambda dodo, ratio: Tail(dodo),
-    "theta": lambda dodo, ratio: Tail(dodo, name="theta", theta=True),
+LANGUAGE_MODELS: dict[str, Callable[[Dodo, int, float], LanguageModel]] = {
+    "dodo": lambda dodo, ratio, share: Selected(dodo, ratio=ratio, share=share),
+    "threshold": lambda dodo, ratio, share: Selected(dodo, ratio=ratio, share=share, choice="threshold"),
+    "top-k": lambda dodo, ratio, share: Selected(dodo, ratio=ratio, share=share, choice="top-k"),
+    "stride": lambda dodo, ratio, share: Selected(dodo, ratio=ratio, share=share, choice="stride"),
+    "compressive": lambda dodo, ratio, share: Averaged(dodo, ratio=ratio, share=share),
+    "full": lambda dodo, ratio, share: Tail(dodo),
+    "theta": lambda dodo, ratio, share: Tail(dodo, name="theta", theta=True),
 }
-"""By name: from a model and a ratio."""
+"""By name: from a model, a ratio and the share of whole tokens."""
 
 
-def make_language_model(name: str, dodo: Dodo, ratio: float) -> LanguageModel:
+def make_language_model(name: str, dodo: Dodo, ratio: float, share: float = 0.5) -> LanguageModel:
     """A language model by its name.
 
     Raises:
@@ -183,7 +192,28 @@ def make_language_model(name: str, dodo: Dodo, ratio: float) -> LanguageModel:
         raise InputError(f"method {name!r} can't do task perplexity; methods are {', '.join(LANGUAGE_MODELS)}")
     if ratio != int(ratio):
         raise InputError(f"perplexity needs a whole number of tokens per state, not ratio {ratio:g}")
-    return LANGUAGE_MODELS[name](dodo, int(ratio))
+    return LANGUAGE_MODELS[name](dodo, int(ratio), share)
+
+
+def whole_of(states: int, share: float) -> int:
+    """tau: how many of S states are whole tokens.
+
+    Raises:
+        InputError: that is no whole number, or none of them is whole, or all are.
+
+    >>> whole_of(64, 0.875)
+    56
+    """
+    whole = round(states * share)
+    if not 0 < whole < states or abs(whole - states * share) > 1e-6:
+        raise InputError(f"of {states} states, a share of {share:g} can't be whole tokens: that makes {states * share:g} of them")
+    return whole
+
+
+def history_of(states: int, share: float, ratio: float) -> int:
+    """Tokens that S states are made of, tau of them whole, of the others r in each."""
+    whole = whole_of(states, share)
+    return int(whole + ratio * (states - whole))
 
 
 def _nats(dodo: Dodo, hidden: Tensor, targets: Tensor) -> Tensor:

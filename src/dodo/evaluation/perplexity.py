@@ -1,14 +1,14 @@
 """Perplexity with a bounded number of states. Paper: Section 5, Table 1; docs/decisions/0010 says what the paper leaves open.
 
 A text is scored in segments of M tokens. Before each segment, each method holds S states (`language_models`): Full the last S
-tokens; Dodo and Compressive S / 2 compressed states of the r S / 2 tokens before, and the last S / 2 tokens whole. All of it is
-read afresh from that stretch of the text, so nothing older plays a part. Within a segment its own earlier tokens are seen in
+tokens; Dodo and Compressive the last tau tokens whole, half of S in the paper, and S - tau compressed states of the r (S - tau)
+tokens before. All of it is read afresh from that stretch of the text, so nothing older plays a part. Within a segment its own earlier tokens are seen in
 addition, by every method alike, and with `keep_first` the text's first token. So each token is predicted from as many states by
 every method.
 
 Each token of a text is scored once (the first only if a BOS token stands before it). At a text's beginning there is less to
-hold: segments with less than (r + 1) S / 2 tokens before them count in the numbers marked "all" and not in the others, whatever
-the method.
+hold: segments with less than (r + 1) S / 2 tokens before them (r (S - tau) + tau, where that is more) count in the numbers marked
+"all" and not in the others, whatever the method.
 
 Words are what white space separates; their subwords' nats are added up, those of the white space before a word among them.
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dodo.data.reading import read_records, resolve, text_field
 from dodo.errors import InputError
-from dodo.evaluation.language_models import LanguageModel
+from dodo.evaluation.language_models import LanguageModel, history_of, whole_of
 from dodo.evaluation.scoring import perplexity
 from dodo.evaluation.tasks import Item
 from dodo.model import Dodo
@@ -61,9 +61,10 @@ class Perplexity:
 
     Args:
         dodo: whose tokenizer reads the texts, and whose base has the window.
-        states: S, even.
+        states: S.
         segment: M.
         ratio: r, a whole number.
+        share: tau / S.
 
     Raises:
         InputError: a setting is out of range, or what a method reads does not fit the base's window.
@@ -71,19 +72,20 @@ class Perplexity:
 
     name = "perplexity"
 
-    def __init__(self, dodo: Dodo, *, states: Sequence[int] = STATES, segment: int = 16, ratio: float = 10) -> None:
+    def __init__(
+        self, dodo: Dodo, *, states: Sequence[int] = STATES, segment: int = 16, ratio: float = 10, share: float = 0.5
+    ) -> None:
         if segment < 1:
             raise InputError(f"a segment must be at least 1 token, not {segment}")
         for count in states:
-            if count < 2 or count % 2:
-                raise InputError(f"states must be even and at least 2, for half of them are compressed, not {count}")
-            needed, window = int((ratio + 1) * count // 2) + 1 + segment, dodo.compressor.window // segment * segment
-            if needed > window or count // 2 + segment > dodo.compressor.window // 2:
+            whole, made_of = whole_of(count, share), history_of(count, share, ratio)
+            needed, window = made_of + 1 + segment, dodo.compressor.window // segment * segment
+            if needed > window or whole + segment > dodo.compressor.window // 2:
                 raise InputError(
                     f"{count} states at ratio {ratio:g} are made of {needed:,} tokens with a segment of {segment}; "
-                    f"the base's window has room for {window:,} in whole segments, half of it for the {count // 2} whole ones"
+                    f"the base's window has room for {window:,} in whole segments, half of it for the {whole} whole ones"
                 )
-        self.dodo, self.states, self.segment, self.ratio = dodo, tuple(dict.fromkeys(states)), segment, ratio
+        self.dodo, self.states, self.segment, self.ratio, self.share = dodo, tuple(dict.fromkeys(states)), segment, ratio, share
         self._first = int(dodo.config.keep_first)
         self._texts: list[_Text] = []
 
@@ -138,7 +140,7 @@ class Perplexity:
 
     def _whole(self, states: int) -> int:
         """Where in a text segments begin to have a whole history, for every method."""
-        return self._first + int((self.ratio + 1) * states // 2)
+        return self._first + max(int((self.ratio + 1) * states // 2), history_of(states, self.share, self.ratio))
 
     def _row(self, item: Segment, history: int) -> np.ndarray:
         """Kept first token, history, segment; filled on the right, where causal attention never sees it."""

@@ -31,6 +31,7 @@ def evaluate(
     lengths: Sequence[int] = (),
     states: Sequence[int] = STATES,
     segment: int = 16,
+    share: float = 0.5,
     limit: int | None = None,
     seed: int = 0,
     batch: int = 8,
@@ -53,6 +54,7 @@ def evaluate(
         lengths: of the texts of autoencoding, delimiters and efficiency, in tokens; none: the task's own.
         states: held before each segment, in perplexity; in endless the last of them is held at most.
         segment: tokens scored at a time, in perplexity.
+        share: of the states that are whole tokens, in perplexity and endless.
         limit: items (of each length or language, if there are several), tokens in perplexity, tokens of each text in endless;
             None: all.
         seed: of which items, and in what order.
@@ -73,12 +75,12 @@ def evaluate(
     how: Any
     if task == Perplexity.name:
         ratio = 10.0 if ratio is None else ratio
-        how = make_language_model(method, dodo, ratio)
-        measuring = Perplexity(dodo, states=states, segment=segment, ratio=ratio)
+        how = make_language_model(method, dodo, ratio, share)
+        measuring = Perplexity(dodo, states=states, segment=segment, ratio=ratio, share=share)
         items = measuring.items(sources, limit, seed)
     elif task == Endless.name:
         ratio = 10.0 if ratio is None else ratio
-        how, measuring = make_reader(method, dodo, ratio, states[-1]), Endless(dodo)
+        how, measuring = make_reader(method, dodo, ratio, states[-1], share), Endless(dodo)
         items = measuring.items(sources, limit, seed)
     else:
         ratio = dodo.config.ratio if ratio is None else ratio
@@ -106,12 +108,14 @@ def evaluate(
         settings |= {
             "states": list(measuring.states),
             "segment": segment,
+            "share of whole tokens": None if method in ("full", "theta") else share,
             "keep_first": dodo.config.keep_first,
             "whole history at ratio": ratio,
             "threshold": "follows the text" if isinstance(threshold, Pace) else threshold,
         }
     if task == Endless.name:
         settings |= {"states": None if method == "full" else states[-1], "keep_first": dodo.config.keep_first}
+        settings |= {"share of whole tokens": share if method == "dodo" else None}
     part = out.with_suffix(".part.jsonl")
     made, seconds = _done_before(part, settings)
     by_length = sorted(items, key=lambda item: len(item.document))  # so that little of a batch is padding
