@@ -209,6 +209,20 @@ def test_an_impossible_option_is_one_line(options: dict[str, Any], tmp_path: Pat
 
 # -- architectures
 
+
+@pytest.mark.parametrize("texts", [1, 3])
+def test_the_head_reads_states_that_lie_packed(texts: int, tmp_path: Path) -> None:
+    """Not the slice that transformers makes of a pass, whose strides are the pass's even for one text."""
+    save_base(tmp_path)
+    base = Dodo.from_pretrained(tmp_path).compressor.base
+    seen: list[tuple[int, ...]] = []
+    base.get_output_embeddings().register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].stride()))
+    with torch.no_grad():
+        base(torch.ones(texts, 9, dtype=torch.long), logits_to_keep=1)
+    width = base.config.hidden_size
+    assert seen == [(width, width, 1)]
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({}, "recurrent|linear_attention"),
     "mamba2": ({}, "recurrent|linear_attention"),

@@ -126,14 +126,15 @@ def logits_of(model: PreTrainedModel, states: Tensor) -> Tensor:
 def copy_before_head(model: PreTrainedModel) -> None:
     """Have the language-model head read packed states.
 
-    Of a batch, transformers gives it a slice, the last state of each text; torch on a CPU then copies the head's matrix once for
-    each text, which in bf16 takes longer than all the layers.
+    Transformers gives it a slice, the last state of each text; torch on a CPU then copies the head's matrix once for each text,
+    which in bf16 takes longer than all the layers. Of one text too, whose slice is contiguous by name but keeps the strides of the whole.
     """
     model.get_output_embeddings().register_forward_pre_hook(_packed)
 
 
 def _packed(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return inputs[0].contiguous(), *inputs[1:]
+    states = inputs[0]
+    return states.contiguous().flatten(0, -2).view(states.shape), *inputs[1:]
 
 
 def window_of(config: PreTrainedConfig) -> int:
