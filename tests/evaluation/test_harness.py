@@ -101,6 +101,12 @@ def test_a_task_of_the_harness_runs_on_local_data(fresh: Dodo, theirs: HFLM, tmp
     assert ours == pytest.approx(hf, rel=1e-4)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the harness asks for by default")
+def test_without_a_gpu_the_harness_default_is_the_cpu(fresh: Dodo, tmp_path: Path) -> None:
+    fresh.save_pretrained(tmp_path / "adapters")
+    assert DodoLM(str(tmp_path / "adapters"), device="cuda:0").dodo.device.type == "cpu"
+
+
 def test_what_can_not_be_is_refused(fresh: Dodo) -> None:
     with pytest.raises(InputError, match="batch_size and whole"):
         DodoLM(fresh, batch_size="auto")

@@ -42,7 +42,8 @@ class DodoLM(TemplateLM):
         window, segment: of the autoregressive LM; see `Dodo.autoregressive`.
         batch_size: contexts at a time.
         max_gen_toks: tokens written, where a task does not say.
-        device, dtype: where the model is loaded.
+        device, dtype: where the model is loaded. The harness asks for `cuda:0` unless told otherwise; where there is none, the
+            default device is taken, as its own models do.
 
     Raises:
         InputError: `whole` or `batch_size` is no number of at least 1, or see `Dodo.from_pretrained`.
@@ -66,6 +67,8 @@ class DodoLM(TemplateLM):
         if not str(batch_size).isdigit() or int(batch_size) < 1 or whole < 1:
             raise InputError(f"batch_size and whole must be whole numbers of at least 1, not {batch_size!r} and {whole!r}")
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+            device = None
         self.dodo = model if isinstance(model, Dodo) else Dodo.from_pretrained(model, device=device, dtype=kind)
         self.tokenizer = self.dodo.tokenizer
         self.ratio = self.dodo.config.ratio if ratio is None else float(ratio)
