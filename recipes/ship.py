@@ -2,7 +2,8 @@
 
     python recipes/ship.py runs/smollm2-135m runs/smollm2-135m-answers --results 'results/*-smollm2-135m-*.json'
 
-The last run's `last/` ships; the runs before it are what it started from. Results must belong to the adapters that ship.
+The last run's `last/` ships; the runs before it are what it started from. Where the first run started from what ships already
+(`--after src/dodo/weights/smollm2-135m`), its log and recipes come first. Results must belong to the adapters that ship.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import glob
 import json
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -51,9 +53,27 @@ MEASURES = {
 """Of each task: what the card tells of it, its standard error, what is counted, digits."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """A run: its name, its recipe as it ran, and its log (step, name, value), validation's names with `validation/` in front."""
+
+    name: str
+    recipe: str
+    log: list[tuple[int, str, float]]
+
+    @property
+    def steps(self) -> int:
+        return max(step for step, _, _ in self.log)
+
+    @property
+    def tokens(self) -> int:
+        return int(max(value for _, name, value in self.log if name == "tokens"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--after", type=Path, help="what ships, where the first run started from it")
     parser.add_argument("--alias", default="smollm2-135m")
     parser.add_argument("--results", default="", help="pattern of records made with these adapters")
     parser.add_argument("--hardware", required=True, help="what the runs were on")
@@ -66,14 +86,15 @@ def main() -> None:
         made_with = record["settings"]["adapter fingerprint"]
         if made_with != dodo.fingerprint.adapter and record["settings"]["method"] in SELECTING:
             raise SystemExit(f"{record['name']} was measured with adapters {made_with}, not {dodo.fingerprint.adapter}")
+    parts = [*(_shipped(given.after) if given.after else []), *map(_run, given.runs)]
     target = SHIPPED / given.alias
     with tempfile.TemporaryDirectory(dir=SHIPPED.parent) as scratch:
         made = Path(scratch) / given.alias
         shutil.copytree(adapters, made, ignore=shutil.ignore_patterns("recipe.yaml"))
-        for run in given.runs:
-            shutil.copy(run / "recipe.yaml", made / f"recipe-{run.name}.yaml")
-        _write_log(given.runs, made / "training.csv")
-        (made / "README.md").write_text(_card(dodo, given.runs, records, given.hardware), encoding="utf-8")
+        for part in parts:
+            (made / f"recipe-{part.name}.yaml").write_text(part.recipe, encoding="utf-8")
+        _write_log(parts, made / "training.csv")
+        (made / "README.md").write_text(_card(dodo, parts, records, given.hardware), encoding="utf-8")
         others = [folder for folder in SHIPPED.iterdir() if folder.is_dir() and folder.name != given.alias]
         size = sum(path.stat().st_size for folder in (made, *others) for path in folder.rglob("*") if path.is_file())
         if size > LIMIT:
@@ -84,33 +105,48 @@ def main() -> None:
     print(f"{target}: {size:,} bytes in all, adapter {dodo.fingerprint.adapter}")
 
 
-def _rows(run: Path, name: str) -> list[tuple[int, str, float]]:
-    if not (run / f"{name}.csv").exists():  # ended before its first validation
-        return []
-    with open(run / f"{name}.csv", encoding="utf-8") as file:
+def _run(folder: Path) -> Part:
+    """Training's values every so many steps and those of its end, and validation's."""
+    train = _rows(folder / "train.csv")
+    end = max(step for step, _, _ in train)
+    log = [row for row in train if row[0] % EVERY == 0 or (row[0] == end and row[1] == "tokens")]
+    if (folder / "validation.csv").exists():  # it may have ended before its first
+        log += [(step, f"validation/{name}", value) for step, name, value in _rows(folder / "validation.csv")]
+    return Part(folder.name, (folder / "recipe.yaml").read_text(encoding="utf-8"), sorted(log))
+
+
+def _shipped(folder: Path) -> list[Part]:
+    with open(folder / "training.csv", encoding="utf-8") as file:
+        rows = [(row["run"], int(row["step"]), row["name"], float(row["value"])) for row in csv.DictReader(file)]
+    return [
+        Part(
+            run,
+            (folder / f"recipe-{run}.yaml").read_text(encoding="utf-8"),
+            [row[1:] for row in rows if row[0] == run],
+        )
+        for run in dict.fromkeys(row[0] for row in rows)
+    ]
+
+
+def _rows(path: Path) -> list[tuple[int, str, float]]:
+    with open(path, encoding="utf-8") as file:
         return [(int(row["step"]), row["name"], float(row["value"])) for row in csv.DictReader(file)]
 
 
-def _write_log(runs: list[Path], out: Path) -> None:
-    """Training's and validation's values of all runs, every so many steps."""
+def _write_log(parts: list[Part], out: Path) -> None:
     with open(out, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["run", "step", "name", "value"])
-        for run in runs:
-            rows = [row for row in _rows(run, "train") if row[0] % EVERY == 0]
-            rows += [(step, f"validation/{name}", value) for step, name, value in _rows(run, "validation")]
-            writer.writerows((run.name, step, name, f"{value:.6g}") for step, name, value in sorted(rows))
+        for part in parts:
+            writer.writerows((part.name, step, name, f"{value:.7g}") for step, name, value in part.log)
 
 
-def _card(dodo: Dodo, runs: list[Path], records: list[dict], hardware: str) -> str:
+def _card(dodo: Dodo, parts: list[Part], records: list[dict], hardware: str) -> str:
     config = dodo.config
     low, high = config.trained_ratios or (1, 1)
-    ran = [yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8")) for run in runs]
+    ran = [yaml.safe_load(part.recipe) for part in parts]
     kind = LANGUAGE_MODEL if ran[-1]["mixture"]["autoregressive"] else COMPRESSOR
     questions = ", and SQuAD v1.1 train" if any(recipe["mixture"]["question"] for recipe in ran) else ""
-    steps = [max(step for step, _, _ in _rows(run, "train")) for run in runs]
-    tokens = [max(value for _, name, value in _rows(run, "train") if name == "tokens") for run in runs]
-    planned = [recipe["running"]["steps"] for recipe in ran]
     lines = [
         f"# Dodo adapters for {config.base}",
         "",
@@ -128,21 +164,21 @@ def _card(dodo: Dodo, runs: list[Path], records: list[dict], hardware: str) -> s
         "| run | steps | of | document tokens |",
         "| --- | ---: | ---: | ---: |",
         *(
-            f"| {run.name} | {step:,} | {wanted:,} | {int(count):,} |"
-            for run, step, wanted, count in zip(runs, steps, planned, tokens, strict=True)
+            f"| {part.name} | {part.steps:,} | {recipe['running']['steps']:,} | {part.tokens:,} |"
+            for part, recipe in zip(parts, ran, strict=True)
         ),
         "",
         "Made by",
         "",
         "```sh",
-        *(f"dodo train recipes/{run.name}.yaml --out runs/{run.name}" for run in runs),
+        *(f"dodo train recipes/{part.name}.yaml --out runs/{part.name}" for part in parts),
         "```",
         "",
         "## Curve",
         "",
         "Validation loss in nats per token (teacher-forced), held-out texts, selection by the scorer.",
         "",
-        *_curve(runs),
+        *_curve(parts),
         "",
     ]
     if records:
@@ -162,11 +198,12 @@ def _card(dodo: Dodo, runs: list[Path], records: list[dict], hardware: str) -> s
     return "\n".join(lines) + "\n"
 
 
-def _curve(runs: list[Path]) -> list[str]:
-    found = {(run.name, step): {} for run in runs for step, _, _ in _rows(run, "validation")}
-    for run in runs:
-        for step, name, value in _rows(run, "validation"):
-            found[run.name, step][name] = value
+def _curve(parts: list[Part]) -> list[str]:
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for part in parts:
+        for step, name, value in part.log:
+            if name.startswith("validation/"):
+                found.setdefault((part.name, step), {})[name.removeprefix("validation/")] = value
     every = dict.fromkeys(name for values in found.values() for name in values)
     names = [n for n in every if (n.startswith("loss/") and n.endswith("/scorer")) or n.startswith("bleu/")]
     shown = [name.removesuffix("/scorer").replace("loss/", "") for name in names]
