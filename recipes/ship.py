@@ -224,7 +224,9 @@ def _measured(records: list[dict]) -> list[str]:
             name, error, count, digits = MEASURES[settings["task"]]
             score = f"{name} {values[name]:.{digits}f} | {'' if values[error] is None else f'{values[error]:.{digits}f}'}"
             ratio = "" if settings["ratio"] is None else f"{settings['ratio']:g}"
-            where = f"{settings['task']} | {', '.join(settings['data'])} | {group} | {settings['method']} | {ratio}"
+            share = settings.get("share of whole tokens")
+            method = settings["method"] + (f", {share:g} whole" if share not in (None, 0.5) else "")
+            where = f"{settings['task']} | {', '.join(settings['data'])} | {group} | {method} | {ratio}"
             lines.append(f"| {where} | {values[count]:,} | {score} | {str(record['commit'])[:12]} |")
     return lines
 

@@ -127,7 +127,8 @@ def copy_before_head(model: PreTrainedModel) -> None:
     """Have the language-model head read packed states.
 
     Transformers gives it a slice, the last state of each text; torch on a CPU then copies the head's matrix once for each text,
-    which in bf16 takes longer than all the layers. Of one text too, whose slice is contiguous by name but keeps the strides of the whole.
+    which in bf16 takes longer than all the layers. So it does of one text, whose slice counts as contiguous with the strides of
+    the whole pass.
     """
     model.get_output_embeddings().register_forward_pre_hook(_packed)
 

@@ -55,6 +55,15 @@ def test_adapters_are_told_of_methods_that_use_them_alone(tmp_path: Path) -> Non
     assert ["trained 01234567" in row for row in rows] == [False, True]
 
 
+def test_a_share_of_whole_tokens_other_than_the_papers_is_told(tmp_path: Path) -> None:
+    values = {"64 states": {"n": 8, "subword perplexity": 9.5, "states each": 65.0}}
+    for name, share in (("old", {}), ("half", {"share of whole tokens": 0.5}), ("more", {"share of whole tokens": 0.9375})):
+        put(tmp_path, name, "perplexity", "dodo", 10.0, values, settings=share)
+    write_report(read_results(tmp_path), tmp_path / "results.md")
+    rows = [line for line in (tmp_path / "results.md").read_text().splitlines() if "texts.jsonl" in line]
+    assert sorted(row.split("|")[1].strip() for row in rows) == ["dodo", "dodo", "dodo, 0.9375 whole"]
+
+
 def test_two_sets_of_adapters_of_one_method_are_told_apart(tmp_path: Path) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure()
     for name in ("first", "second"):

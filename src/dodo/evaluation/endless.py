@@ -139,7 +139,5 @@ def make_reader(name: str, dodo: Dodo, ratio: float, states: int, share: float =
     if name not in READERS:
         raise InputError(f"method {name!r} can't do task endless; methods are {', '.join(READERS)}")
     if name != "full" and (whole_of(states, share) <= SEGMENT or states <= SEGMENT + 2):
-        raise InputError(
-            f"{states} states are too few: {share:g} of them hold a segment of {SEGMENT} tokens and those before it"
-        )
+        raise InputError(f"{states} states are too few: {share:g} of them hold a segment of {SEGMENT} tokens and those before it")
     return READERS[name](dodo, ratio, states, share)

@@ -24,7 +24,17 @@ from dodo.model import Dodo
 from dodo.selection import count_nuggets, every
 from dodo.thresholds import Pace
 
-__all__ = ["LANGUAGE_MODELS", "Averaged", "LanguageModel", "Scored", "Selected", "Tail", "history_of", "make_language_model", "whole_of"]
+__all__ = [
+    "LANGUAGE_MODELS",
+    "Averaged",
+    "LanguageModel",
+    "Scored",
+    "Selected",
+    "Tail",
+    "history_of",
+    "make_language_model",
+    "whole_of",
+]
 
 
 @dataclass(frozen=True)
@@ -76,8 +86,8 @@ class Selected:
         ratio: r, a whole number.
         share: tau / S.
         choice: by a threshold that follows the text (`Pace`), or by one and the same for all texts (Eq. 8): the number of nuggets
-            varies, the latest S - tau are held at most; the r-th part with the highest scores, so that there are exactly S - tau of a
-            whole history; or every r-th token.
+            varies, the latest S - tau are held at most; the r-th part with the highest scores, so that there are exactly S - tau
+            of a whole history; or every r-th token.
 
     Attributes:
         threshold: Lambda, fixed or following; None where it does not select.

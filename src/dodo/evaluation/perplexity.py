@@ -2,9 +2,9 @@
 
 A text is scored in segments of M tokens. Before each segment, each method holds S states (`language_models`): Full the last S
 tokens; Dodo and Compressive the last tau tokens whole, half of S in the paper, and S - tau compressed states of the r (S - tau)
-tokens before. All of it is read afresh from that stretch of the text, so nothing older plays a part. Within a segment its own earlier tokens are seen in
-addition, by every method alike, and with `keep_first` the text's first token. So each token is predicted from as many states by
-every method.
+tokens before. All of it is read afresh from that stretch of the text, so nothing older plays a part. Within a segment its own
+earlier tokens are seen in addition, by every method alike, and with `keep_first` the text's first token. So each token is
+predicted from as many states by every method.
 
 Each token of a text is scored once (the first only if a BOS token stands before it). At a text's beginning there is less to
 hold: segments with less than (r + 1) S / 2 tokens before them (r (S - tau) + tau, where that is more) count in the numbers marked

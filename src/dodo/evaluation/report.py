@@ -209,7 +209,7 @@ def _table(section: Section, records: Sequence[Record]) -> list[str]:
         settings = record["settings"]
         data = ", ".join(settings["data"])
         made_with = " ".join(_adapters(record))
-        where = (settings["method"], "" if settings["ratio"] is None else f"{settings['ratio']:g}", data)
+        where = (_method(settings), "" if settings["ratio"] is None else f"{settings['ratio']:g}", data)
         for group, values in record["measured"].items():
             if not any(name in values for name in section.columns.values()):
                 continue
@@ -218,6 +218,12 @@ def _table(section: Section, records: Sequence[Record]) -> list[str]:
             held = "" if states is None else f"{states:.1f}"
             rows.append((*where, group, str(count), held, *shown, settings["base"] or "", made_with, str(record["commit"])[:7]))
     return _rows(("method", "ratio", "data", "group", "n", "states", *section.columns, "base", "adapters", "commit"), rows)
+
+
+def _method(settings: dict[str, Any]) -> str:
+    """The method, and what share of the states it holds as whole tokens where that is not the paper's half."""
+    share = settings.get("share of whole tokens")
+    return f"{settings['method']}, {share:g} whole" if share not in (None, 0.5) else str(settings["method"])
 
 
 def _adapters(record: Record) -> tuple[str, ...]:
