@@ -294,6 +294,23 @@ def test_selection_by_density_is_a_setting(pair: Maker) -> None:
     assert given.indices.tolist() == [[*range(8), 40]] * 2  # the highest of the given values, spread or not
 
 
+def test_selection_by_coverage_is_a_setting(pair: Maker) -> None:
+    """Each text gets the nuggets that it gets alone, however long its companion is; the first token stands outside."""
+    compressor = pair("llama", selection="coverage", reach=4.0, keep_first=True).compressor
+    ids, mask = tokens(2, 41), torch.ones(2, 41, dtype=torch.long)
+    mask[1, 17:] = 0
+    with torch.no_grad():
+        nuggets = compressor.encode(ids, mask, ratio=5)
+        alone = [compressor.encode(ids[:1], ratio=5), compressor.encode(ids[1:, :17], ratio=5)]
+        top_k = pair("llama", keep_first=True).compressor.encode(ids, mask, ratio=5)
+    assert nuggets.k.tolist() == [8, 4]
+    for row, single in enumerate(alone):
+        assert nuggets.indices[row][nuggets.mask[row]].tolist() == single.indices[0].tolist()
+        assert single.indices[0, 0] == 0
+    assert [nuggets.indices[0, -1].item(), alone[1].indices[0, -1].item()] == [40, 16]
+    assert nuggets.indices.tolist() != top_k.indices.tolist()
+
+
 # -- segments
 
 
