@@ -127,3 +127,25 @@ def test_bad_values_are_refused_at_construction_too() -> None:
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         DodoConfig().ratio = 3.0  # type: ignore[misc]
+
+
+def test_what_nuggets_belong_to_stays_as_it_was_when_settings_are_added() -> None:
+    """A configuration without the newer settings is told as it always was, byte by byte."""
+    first = {
+        "version": 1,
+        "feature_layer": 3,
+        "ratio": 1.0,
+        "trained_ratios": None,
+        "keep_first": True,
+        "positions": "original",
+        "selection": "density",
+        "encoder": {"rank": 8, "alpha": 16.0, "targets": "qkv"},
+        "decoder": {"rank": 32, "alpha": 64.0, "targets": "qkv"},
+        "seed": 0,
+        "base": None,
+        "base_fingerprint": None,
+    }
+    config = DodoConfig(selection="density", encoder=LoraSettings(rank=8, alpha=16.0), ratio=7.5, base="someone/base", seed=3, reach=4.5)
+    assert config.identity() == json.dumps(first, indent=2) + "\n"
+    covering = dataclasses.replace(config, selection="coverage")
+    assert '"reach": 4.5' in covering.identity()

@@ -104,6 +104,15 @@ class DodoConfig:
         """The whole configuration as indented JSON, with the version of its format."""
         return json.dumps({"version": CONFIG_VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"
 
+    def identity(self) -> str:
+        """What nuggets depend on, as JSON. What a later version adds is left out where it has no effect, so that the nuggets of
+        earlier versions still belong to their adapters."""
+        plain = dataclasses.replace(self, base=None, base_fingerprint=None, ratio=1.0, trained_ratios=None, seed=0)
+        values = {"version": CONFIG_VERSION, **dataclasses.asdict(plain)}
+        if self.selection != "coverage":
+            del values["reach"]
+        return json.dumps(values, indent=2) + "\n"
+
     @classmethod
     def from_json(cls, text: str, *, where: str = "dodo_config.json") -> "DodoConfig":
         """Read what `to_json` wrote.

@@ -485,11 +485,10 @@ class Dodo:
         compressor = self.compressor
         tensors: dict[str, Tensor] = dict(compressor.adapters.named_parameters())
         tensors |= adapter_files.tensors_of(compressor)
-        settings = dataclasses.replace(self.config, base=None, base_fingerprint=None, ratio=1.0, trained_ratios=None, seed=0)
         self.fingerprint = Fingerprint(
             base=fingerprint.of_base(self._base.fingerprint, compressor.base.config),
             tokenizer=fingerprint.of_tokenizer(self.tokenizer),
-            adapter=fingerprint.of_tensors(tensors, settings=settings.to_json()),
+            adapter=fingerprint.of_tensors(tensors, settings=self.config.identity()),
         )
         compressor.fingerprint = self.fingerprint
 
