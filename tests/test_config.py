@@ -145,7 +145,9 @@ def test_what_nuggets_belong_to_stays_as_it_was_when_settings_are_added() -> Non
         "base": None,
         "base_fingerprint": None,
     }
-    config = DodoConfig(selection="density", encoder=LoraSettings(rank=8, alpha=16.0), ratio=7.5, base="someone/base", seed=3, reach=4.5)
+    config = DodoConfig(
+        selection="density", encoder=LoraSettings(rank=8, alpha=16.0), ratio=7.5, base="someone/base", seed=3, reach=4.5
+    )
     assert config.identity() == json.dumps(first, indent=2) + "\n"
     covering = dataclasses.replace(config, selection="coverage")
     assert '"reach": 4.5' in covering.identity()
