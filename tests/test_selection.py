@@ -194,3 +194,13 @@ def test_covering_spends_nuggets_where_tokens_are_dear() -> None:
 
 def test_covering_takes_every_token_where_all_are_wanted() -> None:
     assert _covering(torch.randn(1, 9), torch.tensor([9]), torch.ones(1, 9, dtype=torch.bool), 10.0) == [list(range(9))]
+
+
+@pytest.mark.parametrize("spread", ["density", "coverage"])
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_not_finite_is_refused_however_nuggets_are_spread(spread: str, broken: float) -> None:
+    scores, k, mask = torch.zeros(1, 30), torch.tensor([5]), torch.ones(1, 30, dtype=torch.bool)
+    scores[0, 7] = broken
+    values = prefer_dense(scores, k, mask) if spread == "density" else prefer_covering(scores, k, mask, reach=10.0)
+    with pytest.raises(InputError, match="not finite"):
+        select_top_k(values, k, mask)

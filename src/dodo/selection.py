@@ -125,7 +125,7 @@ def prefer_dense(scores: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     passed = ((weights + 1) * mask).cumsum(-1)
     part = torch.floor(passed / passed[:, -1:] * k[:, None] + 1e-6)
     chosen = (part.diff(dim=-1, prepend=torch.zeros_like(part[:, :1])) > 0) & mask
-    return (own.sigmoid() + chosen).float()
+    return (own.sigmoid() + chosen).masked_fill(~own.isfinite(), torch.nan).float()  # which `select_top_k` refuses
 
 
 def prefer_covering(scores: Tensor, k: Tensor, mask: Tensor, *, reach: float) -> Tensor:
@@ -152,7 +152,7 @@ def prefer_covering(scores: Tensor, k: Tensor, mask: Tensor, *, reach: float) ->
     chosen = torch.zeros_like(mask)
     for row, places in enumerate(_cover(rows, n, k.cpu().numpy(), reach)):
         chosen[row, torch.from_numpy(places + begin[row]).to(mask.device)] = True
-    return (own.sigmoid() + chosen).float()
+    return (own.sigmoid() + chosen).masked_fill(~own.isfinite(), torch.nan).float()  # which `select_top_k` refuses
 
 
 TEMPER = 0.5
