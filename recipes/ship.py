@@ -72,21 +72,24 @@ class Part:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("runs", nargs="*", type=Path)
     parser.add_argument("--after", type=Path, help="what ships, where the first run started from it")
     parser.add_argument("--alias", default="smollm2-135m")
     parser.add_argument("--results", default="", help="pattern of records made with these adapters")
     parser.add_argument("--hardware", required=True, help="what the runs were on")
     given = parser.parse_args()
 
-    adapters = given.runs[-1] / "last"
+    if not given.runs and not given.after:
+        raise SystemExit("name the runs, or with --after what ships already, whose card is then written anew")
+    adapters = given.runs[-1] / "last" if given.runs else given.after
     dodo = Dodo.from_pretrained(adapters)
     records = [json.loads(Path(path).read_text(encoding="utf-8")) for path in sorted(glob.glob(given.results))]
     for record in records:
         made_with = record["settings"]["adapter fingerprint"]
         if made_with != dodo.fingerprint.adapter and record["settings"]["method"] in SELECTING:
             raise SystemExit(f"{record['name']} was measured with adapters {made_with}, not {dodo.fingerprint.adapter}")
-    parts = [*(_shipped(given.after) if given.after else []), *map(_run, given.runs)]
+    earlier = _shipped(given.after) if given.after else []
+    parts = [*(part for part in earlier if part.name not in {run.name for run in given.runs}), *map(_run, given.runs)]
     target = SHIPPED / given.alias
     with tempfile.TemporaryDirectory(dir=SHIPPED.parent) as scratch:
         made = Path(scratch) / given.alias
