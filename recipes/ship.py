@@ -19,6 +19,7 @@ import yaml
 
 from dodo import Dodo
 from dodo.adapter_files import SHIPPED
+from dodo.evaluation.report import method_of
 
 LIMIT = 25_000_000
 """Bytes of all sets that ship."""
@@ -227,9 +228,7 @@ def _measured(records: list[dict]) -> list[str]:
             name, error, count, digits = MEASURES[settings["task"]]
             score = f"{name} {values[name]:.{digits}f} | {'' if values[error] is None else f'{values[error]:.{digits}f}'}"
             ratio = "" if settings["ratio"] is None else f"{settings['ratio']:g}"
-            share = settings.get("share of whole tokens")
-            method = settings["method"] + (f", {share:g} whole" if share not in (None, 0.5) else "")
-            where = f"{settings['task']} | {', '.join(settings['data'])} | {group} | {method} | {ratio}"
+            where = f"{settings['task']} | {', '.join(settings['data'])} | {group} | {method_of(settings)} | {ratio}"
             lines.append(f"| {where} | {values[count]:,} | {score} | {str(record['commit'])[:12]} |")
     return lines
 

@@ -16,6 +16,13 @@ from dodo.errors import InputError
 
 __all__ = ["Selection", "count_nuggets", "every", "gather_tokens", "prefer_covering", "prefer_dense", "select_top_k", "stride"]
 
+TEMPER = 0.5
+"""Of coverage: a token's cost grows less than the surprisal that scores are first fitted to."""
+WIDEST = 4
+"""Of coverage: the widest gap, in mean gaps."""
+PRICES, ROUNDS = 64, 2
+"""Of coverage: prices tried at once, and how often."""
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -133,8 +140,9 @@ def prefer_covering(scores: Tensor, k: Tensor, mask: Tensor, *, reach: float) ->
 
     Beyond the paper. A nugget holds what stands shortly before it. A token whose next nugget is d places on is lost to the share
     1 / (1 + exp((reach - d) / (reach / 7.5))), and a lost token costs exp(TEMPER s). The k tokens, the last one among them, make
-    the sum of that over the row least: dynamic programming with a price per nugget, which is searched until k are bought. No
-    stretch of more than WIDEST n / k tokens goes without. Not differentiable.
+    the sum of that over the row least: dynamic programming with a price per nugget, which is searched until k are bought. Where
+    no price tried buys just k, the best-scored of the others fill up. No stretch of more than WIDEST n / k tokens goes without.
+    Not differentiable.
 
     Args:
         scores, k, mask: as for `select_top_k`; the true entries of a row of `mask` stand together.
@@ -155,14 +163,8 @@ def prefer_covering(scores: Tensor, k: Tensor, mask: Tensor, *, reach: float) ->
     return (own.sigmoid() + chosen).masked_fill(~own.isfinite(), torch.nan).float()  # which `select_top_k` refuses
 
 
-TEMPER = 0.5
-"""A token's cost grows less than the surprisal that scores are first fitted to."""
-WIDEST = 4
-PRICES, ROUNDS = 64, 2
-
-
 def _cover(costs: np.ndarray, n: np.ndarray, k: np.ndarray, reach: float) -> list[np.ndarray]:
-    """Places of at most k nuggets in each row, the last of its n tokens among them, for the highest price that buys as few.
+    """Places of at most k nuggets in each row, the last of its n tokens among them: what the lowest price buys that buys so few.
 
     Args:
         costs: fp64 [B, N], 0 or more, of a lost token; 0 behind the n of a row.

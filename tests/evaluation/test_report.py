@@ -64,6 +64,16 @@ def test_a_share_of_whole_tokens_other_than_the_papers_is_told(tmp_path: Path) -
     assert sorted(row.split("|")[1].strip() for row in rows) == ["dodo", "dodo", "dodo, 0.9375 whole"]
 
 
+def test_two_sets_of_texts_of_one_method_have_lines_of_their_own(tmp_path: Path) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    values = {"n": 8, "accuracy": 0.5, "standard error": 0.0625, "states each": 20.0}
+    for name in ("first", "second"):
+        put(tmp_path, name, "squad", "dodo", 5.0, {"all": values}, settings={"data": [f"{name}.jsonl"]})
+    axes = figure.subplots()
+    assert _states(axes, read_results(tmp_path)["squad"], "accuracy", "share right")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["dodo on first.jsonl", "dodo on second.jsonl"]
+
+
 def test_two_sets_of_adapters_of_one_method_are_told_apart(tmp_path: Path) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure()
     for name in ("first", "second"):

@@ -15,7 +15,7 @@ from dodo.errors import InputError
 if TYPE_CHECKING:
     from dodo.model import Dodo
 
-__all__ = ["PASSAGE", "Section", "draw_passage", "read_results", "write_figures", "write_report"]
+__all__ = ["PASSAGE", "Section", "draw_passage", "method_of", "read_results", "write_figures", "write_report"]
 
 Record = dict[str, Any]
 
@@ -209,7 +209,7 @@ def _table(section: Section, records: Sequence[Record]) -> list[str]:
         settings = record["settings"]
         data = ", ".join(settings["data"])
         made_with = " ".join(_adapters(record))
-        where = (_method(settings), "" if settings["ratio"] is None else f"{settings['ratio']:g}", data)
+        where = (method_of(settings), "" if settings["ratio"] is None else f"{settings['ratio']:g}", data)
         for group, values in record["measured"].items():
             if not any(name in values for name in section.columns.values()):
                 continue
@@ -220,7 +220,7 @@ def _table(section: Section, records: Sequence[Record]) -> list[str]:
     return _rows(("method", "ratio", "data", "group", "n", "states", *section.columns, "base", "adapters", "commit"), rows)
 
 
-def _method(settings: dict[str, Any]) -> str:
+def method_of(settings: dict[str, Any]) -> str:
     """The method, and what share of the states it holds as whole tokens where that is not the paper's half."""
     share = settings.get("share of whole tokens")
     return f"{settings['method']}, {share:g} whole" if share not in (None, 0.5) else str(settings["method"])
@@ -325,14 +325,18 @@ def _boxes(axes: Any, records: Sequence[Record]) -> bool:
 
 
 def _states(axes: Any, records: Sequence[Record], value: str, title: str) -> bool:
-    """Quality against states held, a line for each method and group."""
+    """Quality against states held, a line for each method and group; and for each set of adapters and data that it has."""
     lines: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
     sets: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+    data: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for record in records:
         sets[record["settings"]["method"]].add(_adapters(record)[1:])
+        data[record["settings"]["method"]].add(tuple(record["settings"]["data"]))
     for record in records:
         method = record["settings"]["method"]
         name = method if len(sets[method]) == 1 else f"{method} of {_adapters(record)[0]}"
+        if len(data[method]) > 1:
+            name += f" on {', '.join(record['settings']['data'])}"
         for group, values in record["measured"].items():
             if value in values and values.get("states each") is not None:
                 error = values.get(SECTIONS[record["settings"]["task"]].error(value)) or 0.0
