@@ -96,7 +96,9 @@ def test_memory_tokens_are_those_of_the_start_if_it_has_any(recipe_file: Path, t
         started("icae", *ICAE, "memory.tokens=9")
 
 
-@pytest.mark.parametrize("setting", ["mixture.distillation=1.0", "mixture.autoregressive=1.0", "selection.warm_start=3"])
+@pytest.mark.parametrize(
+    "setting", ["mixture.distillation=1.0", "mixture.autoregressive=1.0", "selection.warm_start=3", "selection.asked_start=3"]
+)
 def test_what_it_can_not_be_is_refused(recipe_file: Path, setting: str) -> None:  # noqa: F811
     with pytest.raises(InputError, match="no language model and has no scorer"):
         load_recipe(recipe_file, [*ICAE, setting])

@@ -212,6 +212,11 @@ class QuestionSource:
     def __len__(self) -> int:
         return len(self._order)
 
+    @property
+    def most(self) -> int:
+        """Questions to one document."""
+        return int(np.diff(self._first)[self._order].max())
+
     def batch(self, tokens: int, per_document: int, ratio: float, rng: np.random.Generator, *, at: int | None = None) -> Batch:
         """Neighbouring documents of about `tokens` tokens in all, with up to `per_document` questions each. Paper: Section 6.1.
 

@@ -89,9 +89,22 @@ class Selection:
     """How tokens are selected while the scorer learns."""
 
     warm_start: int = 0
-    """Steps before the first in which the scorer learns to tell how surprising each token is to the base (`surprisal.py`)."""
+    """Steps before the first in which the scorer learns to tell how surprising each token is to the base (`lessons.py`)."""
+    asked_start: int = 0
+    """Steps before the first, after those, in which the scorer learns besides which tokens questions ask for (`lessons.py`)."""
+    asked: float = 30.0
+    """What an answer's token costs more then, if it is lost; the others cost about 1 to 3."""
     handover: tuple[int, int] = (0, 0)
     """A fixed stride selects until the first of these steps, then the scorer more and more often, and always from the second."""
+
+    def __post_init__(self) -> None:
+        if self.asked <= 0:
+            raise InputError(f"selection.asked is above 0, not {self.asked}")
+
+    @property
+    def lessons(self) -> bool:
+        """Whether the scorer is taught before the first step."""
+        return bool(self.warm_start or self.asked_start)
 
 
 @dataclass(frozen=True)
@@ -196,8 +209,10 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.model == "compressive":
             self._check_compressive()
-        if self.model == "icae" and (self.mixture.autoregressive or self.mixture.distillation or self.selection.warm_start):
-            raise InputError("ICAE is no language model and has no scorer: autoregressive, distillation and warm_start are 0")
+        if self.model == "icae" and (self.mixture.autoregressive or self.mixture.distillation or self.selection.lessons):
+            raise InputError(
+                "ICAE is no language model and has no scorer: autoregressive, distillation, warm_start and asked_start are 0"
+            )
 
     def _check_compressive(self) -> None:
         ratio, others = self.mixture.ratio, [name for name in typing.get_args(Objective) if name != "autoregressive"]
@@ -205,8 +220,9 @@ class Recipe:
             raise InputError(
                 "mixture.ratio: the compressive model averages a fixed whole number of tokens: low, mode and high alike"
             )
-        if any(getattr(self.mixture, name) for name in others) or self.selection.warm_start:
-            raise InputError(f"the compressive model has no scorer and one objective: {', '.join(others)} and warm_start are 0")
+        if any(getattr(self.mixture, name) for name in others) or self.selection.lessons:
+            names = ", ".join([*others, "warm_start"])
+            raise InputError(f"the compressive model has no scorer and one objective: {names} and asked_start are 0")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as YAML and JSON have them."""

@@ -27,10 +27,10 @@ from dodo.memory import MemoryTokens
 from dodo.model import Dodo
 from dodo.training.callbacks import Checkpoints, Progress, TrainingLog, Validation
 from dodo.training.fused import fused_lora
+from dodo.training.lessons import learn_asked, learn_surprisal
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import TrainingModule
 from dodo.training.recipe import Recipe, Running, load_recipe
-from dodo.training.surprisal import learn_surprisal
 from dodo.training.validation import fixed_batches, question_batches
 
 __all__ = ["Result", "load_for_training", "train"]
@@ -125,8 +125,8 @@ def train(
         except (MisconfigurationException, RuntimeError, ImportError, ValueError) as error:
             raise _cannot(running, error) from None
         maker = BatchMaker(recipe, text, questions)
-        if checkpoint is None and recipe.selection.warm_start and trainer.is_global_zero:  # the others get its weights
-            learn_surprisal(dodo.compressor, _texts_alone(recipe, text))
+        if checkpoint is None and trainer.is_global_zero:  # the others get its weights
+            _teach_scorer(recipe, dodo, text, questions)
         loader = DataLoader(_Endless(maker, trainer, running.batches_per_step), batch_size=None)
         with fused_lora(dodo.compressor.base) if running.fused else nullcontext():
             try:
@@ -205,6 +205,15 @@ def _sample(recipe: Recipe, text: TextSource | None) -> list[list[int]]:
     return text.autoencoding(16_384 // length, length, 1.0, np.random.default_rng((recipe.running.seed, 4))).documents.tolist()
 
 
+def _teach_scorer(recipe: Recipe, dodo: Dodo, text: TextSource | None, questions: QuestionSource | None) -> None:
+    selection = recipe.selection
+    if selection.warm_start:
+        learn_surprisal(dodo.compressor, _texts_alone(recipe, text))
+    if selection.asked_start:
+        batches = _questions_alone(recipe, questions)
+        learn_asked(dodo.compressor, dodo.tokenizer, batches, asked=selection.asked)
+
+
 def _texts_alone(recipe: Recipe, text: TextSource | None) -> list[Batch]:
     """Batches for the scorer's warm start, as large as four of the run's."""
     if text is None:
@@ -213,6 +222,14 @@ def _texts_alone(recipe: Recipe, text: TextSource | None) -> list[Batch]:
     rows = max(1, 4 * recipe.running.tokens // length)
     seed = recipe.running.seed
     return [text.autoencoding(rows, length, 1.0, np.random.default_rng((seed, i, 2))) for i in range(recipe.selection.warm_start)]
+
+
+def _questions_alone(recipe: Recipe, questions: QuestionSource | None) -> list[Batch]:
+    """Batches for what is asked for, as large as four of the run's, with every question of their documents."""
+    if questions is None:
+        raise InputError("selection.asked_start reads questions, but the mixture has none")
+    size, count, seed = 4 * recipe.running.tokens, recipe.selection.asked_start, recipe.running.seed
+    return [questions.batch(size, questions.most, 1.0, np.random.default_rng((seed, i, 5))) for i in range(count)]
 
 
 def _cannot(running: Running, error: Exception) -> InputError:
