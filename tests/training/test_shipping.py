@@ -1,0 +1,70 @@
+"""Finished runs become a set of adapters that ships: recipes/ship.py."""
+
+import csv
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+import dodo.adapter_files
+from dodo.model import Dodo
+from dodo.training.recipe import load_recipe
+from dodo.training.run import train
+from tests.training.test_training import recipe_file  # noqa: F401
+
+SHIP = Path(__file__).parents[2] / "recipes" / "ship.py"
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package that ships nothing yet."""
+    folder = tmp_path / "package" / "weights"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(dodo.adapter_files, "SHIPPED", folder)
+    return folder / "tiny"
+
+
+def ship(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["ship.py", *map(str, arguments), "--alias", "tiny", "--hardware", "an abacus"])
+    runpy.run_path(str(SHIP), run_name="__main__")
+
+
+def test_a_set_goes_on_with_its_log_and_recipes(recipe_file, tmp_path, shipped, monkeypatch, capsys):  # noqa: F811
+    first, second = tmp_path / "runs" / "first", tmp_path / "runs" / "second"
+    train(load_recipe(recipe_file, ["running.steps=20"]), first, progress=False)
+    ship(monkeypatch, first)
+    before = Dodo.from_pretrained(str(shipped)).fingerprint.adapter
+    train(load_recipe(recipe_file, ["running.steps=10", "running.validate_every=50", f"start={shipped}"]), second, progress=False)
+    ship(monkeypatch, second, "--after", shipped)
+
+    after = Dodo.from_pretrained(str(shipped)).fingerprint.adapter
+    assert after == Dodo.from_pretrained(str(second / "last")).fingerprint.adapter != before
+    assert f"adapter {after}" in capsys.readouterr().out
+    assert {path.name for path in shipped.glob("recipe*")} == {"recipe-first.yaml", "recipe-second.yaml"}
+    with open(shipped / "training.csv", encoding="utf-8") as file:
+        tokens = {row["run"]: float(row["value"]) for row in csv.DictReader(file) if row["name"] == "tokens"}
+    card = (shipped / "README.md").read_text(encoding="utf-8")
+    for name, steps in (("first", 20), ("second", 10)):
+        assert f"| {name} | {steps} | {steps} | {tokens[name]:,.0f} |" in card
+    assert "trained on an abacus" in card
+    assert "| first | 20 |" in card.split("## Curve")[1]  # the second run ended before its first validation
+
+
+def test_what_must_not_ship_does_not(recipe_file, tmp_path, shipped, monkeypatch):  # noqa: F811
+    run = tmp_path / "runs" / "run"
+    train(load_recipe(recipe_file, ["running.steps=10"]), run, progress=False)
+    record = {"name": "squad", "settings": {"adapter fingerprint": "another", "method": "dodo"}, "measured": {}}
+    (tmp_path / "squad.json").write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(SystemExit, match="squad was measured with adapters another, not "):
+        ship(monkeypatch, run, "--results", tmp_path / "*.json")
+    with pytest.raises(SystemExit, match="name the runs"):
+        ship(monkeypatch)
+    other = shipped.parent / "other"
+    other.mkdir()
+    (other / "large").write_bytes(b"\0" * 25_000_000)
+    with pytest.raises(SystemExit, match="bytes in all are more than the 25,000,000 that may ship"):
+        ship(monkeypatch, run)
+    assert not shipped.exists()
+    assert [path.name for path in shipped.parent.parent.iterdir()] == ["weights"]  # no scratch is left
