@@ -33,10 +33,10 @@ def ship(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
 
 def test_a_set_goes_on_with_its_log_and_recipes(recipe_file, tmp_path, shipped, monkeypatch, capsys):  # noqa: F811
     first, second = tmp_path / "runs" / "first", tmp_path / "runs" / "second"
-    train(load_recipe(recipe_file, ["running.steps=20"]), first, progress=False)
+    train(load_recipe(recipe_file, ["running.steps=4"]), first, progress=False)
     ship(monkeypatch, first)
     before = Dodo.from_pretrained(str(shipped)).fingerprint.adapter
-    train(load_recipe(recipe_file, ["running.steps=10", "running.validate_every=50", f"start={shipped}"]), second, progress=False)
+    train(load_recipe(recipe_file, ["running.steps=2", f"start={shipped}"]), second, progress=False)
     ship(monkeypatch, second, "--after", shipped)
 
     after = Dodo.from_pretrained(str(shipped)).fingerprint.adapter
@@ -46,15 +46,15 @@ def test_a_set_goes_on_with_its_log_and_recipes(recipe_file, tmp_path, shipped, 
     with open(shipped / "training.csv", encoding="utf-8") as file:
         tokens = {row["run"]: float(row["value"]) for row in csv.DictReader(file) if row["name"] == "tokens"}
     card = (shipped / "README.md").read_text(encoding="utf-8")
-    for name, steps in (("first", 20), ("second", 10)):
+    for name, steps in (("first", 4), ("second", 2)):
         assert f"| {name} | {steps} | {steps} | {tokens[name]:,.0f} |" in card
     assert "trained on an abacus" in card
-    assert "| first | 20 |" in card.split("## Curve")[1]  # the second run ended before its first validation
+    assert "| first | 4 |" in card.split("## Curve")[1]  # the second run ended before its first validation
 
 
 def test_what_must_not_ship_does_not(recipe_file, tmp_path, shipped, monkeypatch):  # noqa: F811
     run = tmp_path / "runs" / "run"
-    train(load_recipe(recipe_file, ["running.steps=10"]), run, progress=False)
+    train(load_recipe(recipe_file, ["running.steps=2"]), run, progress=False)
     record = {"name": "squad", "settings": {"adapter fingerprint": "another", "method": "dodo"}, "measured": {}}
     (tmp_path / "squad.json").write_text(json.dumps(record), encoding="utf-8")
     with pytest.raises(SystemExit, match="squad was measured with adapters another, not "):

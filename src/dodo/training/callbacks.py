@@ -44,7 +44,8 @@ class _EachStep(Callback):
 
 
 class TrainingLog(_EachStep):
-    """`train.csv` and TensorBoard: loss and accuracy by objective, rates, gradient norms, tokens and seconds, per ten steps."""
+    """`train.csv` and TensorBoard: loss and accuracy by objective, rates, gradient norms, tokens and seconds, per ten steps
+    and where a run ends."""
 
     def __init__(self, folder: Path, every: int = 10) -> None:
         self._path, self._every = folder / "train.csv", every
@@ -63,8 +64,14 @@ class TrainingLog(_EachStep):
     def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
         for name, norm in module.gradient_norms.items():
             self._sums[f"norm/{name}"].append(norm)
-        if step % self._every:
-            return
+        if step % self._every == 0:
+            self._write(trainer, module, step)
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        if self._sums:
+            self._write(trainer, module, trainer.global_step)
+
+    def _write(self, trainer: Trainer, module: Any, step: int) -> None:
         seconds = time.perf_counter() - self._start
         row: dict[str, Any] = {key: sum(values) / len(values) for key, values in sorted(self._sums.items())}
         row |= {"lr": trainer.optimizers[0].param_groups[0]["lr"], "tokens": module.tokens_seen}
