@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -89,6 +90,8 @@ def test_documents_that_do_not_come_back_the_same_have_no_answers(tmp_path):
     letter = batch.documents.clone()
     letter[0, 1] = letter[0, 1:].max() + 40  # a byte that is no letter of its own: it is decoded to the replacement character
     assert not answers_in(byte_tokenizer(), dataclasses.replace(batch, documents=letter)).any()
+    with pytest.raises(InputError, match="a fast tokenizer is needed"):
+        answers_in(SimpleNamespace(is_fast=False), batch)  # type: ignore[arg-type]
 
 
 def test_the_scorer_learns_what_is_asked_for_beside_what_it_knew(compressor):

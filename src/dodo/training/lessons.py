@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from dodo.architecture import backbone
 from dodo.compressor import Compressor
 from dodo.data.batches import Batch
+from dodo.errors import InputError
 from dodo.selection import TEMPER
 
 __all__ = ["answers_in", "learn_asked", "learn_surprisal", "surprisal", "surprisal_loss"]
@@ -72,7 +73,12 @@ def answers_in(tokenizer: PreTrainedTokenizerBase, batch: Batch) -> Tensor:
 
     Returns:
         bool [B, T].
+
+    Raises:
+        InputError: a tokenizer that can't say where its tokens stand.
     """
+    if not tokenizer.is_fast:
+        raise InputError(f"{type(tokenizer).__name__} can't say where its tokens stand in a text; a fast tokenizer is needed")
     found = torch.zeros_like(batch.document_mask)
     answers: dict[int, set[str]] = {}
     for question, row in enumerate(range(len(batch.targets)) if batch.rows is None else batch.rows.tolist()):
