@@ -121,7 +121,7 @@ def learn_asked(
     def loss(batch: Batch, known: Tensor) -> Tensor:
         scores = TEMPER * compressor.score(batch.documents)
         wanted = known + asked * answers_in(tokenizer, batch)
-        return (scores.exp() - wanted * scores)[batch.document_mask].mean() / max(1.0, asked)
+        return (scores.exp() - wanted * scores)[batch.document_mask].mean()
 
     return _learn(compressor, map(loss, batches, before), len(batches), lr)
 
