@@ -70,7 +70,7 @@ def main() -> None:
     out.print("\n[bold]The text's second paragraph[/bold]\n" + first)
     for ratio in ratios:
         with progress.status(f"rebuilding at r = {ratio}"):
-            rebuilt = dodo.reconstruct(dodo.compress(first, ratio=ratio))
+            rebuilt = dodo.reconstruct(dodo.compress(first, ratio=ratio, use="text"))
         out.print(f"\n[bold]Rebuilt from nuggets at r = {ratio}[/bold]\n" + escape(rebuilt))
 
 

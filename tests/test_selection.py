@@ -149,7 +149,8 @@ def _covering(scores: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, reach: 
 
 def _lost(costs: torch.Tensor, places: tuple[int, ...], reach: float) -> float:
     """Of a row whose nuggets are at these places, the last token among them."""
-    shares = [1 / (1 + math.exp((reach - (min(p for p in places if p >= i) - i)) / (reach / 7.5))) for i in range(len(costs))]
+    distances = [min(p for p in places if p >= i) - i for i in range(len(costs))]
+    shares = [0.05 + 0.95 / (1 + math.exp((reach - d) / (reach / 7.5))) if d else 0.0 for d in distances]
     return float((costs * torch.tensor(shares, dtype=torch.float64)).sum())
 
 

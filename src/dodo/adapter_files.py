@@ -59,6 +59,8 @@ def load(compressor: Compressor, folder: Path) -> None:
 def load_scorer(compressor: Compressor, folder: Path) -> Tensor:
     """Load the scorer alone; the set may have been made with other LoRA settings.
 
+    A scorer with one score for all uses starts both of one that has a score for each, and is started by its score for the text.
+
     Returns:
         The set's soft token, [d], which stands in the same file and is not loaded.
 
@@ -68,6 +70,10 @@ def load_scorer(compressor: Compressor, folder: Path) -> Tensor:
     tensors = _scorer_in(folder)
     with _fitting(folder):
         soft_token = tensors.pop("soft_token")
+        rows = compressor.scorer.output.out_features
+        for name in ("scorer.output.weight", "scorer.output.bias"):
+            if (len(tensors[name]), rows) in ((1, 2), (2, 1)):
+                tensors[name] = tensors[name][:1].repeat(rows, *[1] * (tensors[name].ndim - 1))
         compressor.scorer.load_state_dict({name.removeprefix("scorer."): tensor for name, tensor in tensors.items()})
     return soft_token
 

@@ -24,7 +24,7 @@ from dodo.config import DodoConfig
 from dodo.errors import InputError, WindowError
 from dodo.memory import MemoryTokens
 from dodo.nuggets import Fingerprint, Nuggets
-from dodo.scorer import Scorer
+from dodo.scorer import Scorer, Use
 from dodo.selection import Selection, count_nuggets, prefer_covering, prefer_dense, select_top_k
 
 __all__ = ["Compressor"]
@@ -53,19 +53,20 @@ class Compressor(nn.Module):
         copy_before_head(base)
         self.base = base
         device = device_of(base)
-        self.scorer = Scorer(base.config.hidden_size, seed=config.seed).to(device)
+        self.scorer = Scorer(base.config.hidden_size, by_use=config.scores_by_use, seed=config.seed).to(device)
         self.soft_token = nn.Parameter(_fresh_soft_token(base))
         self.memory: MemoryTokens | None = None
 
     # -- scores
 
-    def score(self, input_ids: Tensor) -> Tensor:
+    def score(self, input_ids: Tensor, use: Use = "text") -> Tensor:
         """s_i = Scorer(x_i^iota) of each token. Paper: Eq. 6.
 
         Beyond the base's window, each token is scored from the last half to whole window before it.
 
         Args:
             input_ids: int64 [B, T], right-padded.
+            use: what the nuggets are for; of no effect where one score serves all uses.
 
         Returns:
             fp32 [B, T], with gradient to the scorer only.
@@ -73,12 +74,12 @@ class Compressor(nn.Module):
         T = input_ids.shape[1]
         with self.adapters.use(None):
             if self.window >= T:
-                return self.scorer(self._features(input_ids))
+                return self.scorer(self._features(input_ids), use)
             half = self.window // 2
-            scores = [self.scorer(self._features(input_ids[:, : self.window]))]
+            scores = [self.scorer(self._features(input_ids[:, : self.window]), use)]
             for start in range(self.window, T, half):
                 block = input_ids[:, start - half : start + half]
-                scores.append(self.scorer(self._features(block)[:, half:]))
+                scores.append(self.scorer(self._features(block)[:, half:], use))
         return torch.cat(scores, dim=1)
 
     # -- encoder
@@ -90,6 +91,7 @@ class Compressor(nn.Module):
         *,
         ratio: float | None = None,
         nuggets: int | None = None,
+        use: Use = "text",
         scores: Tensor | None = None,
         select_by: Tensor | None = None,
         segment: int | None = None,
@@ -105,6 +107,7 @@ class Compressor(nn.Module):
             attention_mask: [B, T], 0 for padding on either side; None means no padding.
             ratio: r; or
             nuggets: k of each text; neither: the configured ratio.
+            use: what the nuggets are for; of no effect where one score serves all uses.
             scores: fp32 [B, T], takes the place of the scorer's.
             select_by: fp32 [B, T], the tokens with the highest of these are kept, whatever the scores, which still get the
                 straight-through term: controls, given selections.
@@ -124,7 +127,7 @@ class Compressor(nn.Module):
             ratio = self.config.ratio
         input_ids, real, order = _right_padded(input_ids, attention_mask)
         if scores is None:
-            scores = self.score(input_ids)
+            scores = self.score(input_ids, use)
         elif order is not None:
             scores = scores.gather(1, order)
         if select_by is not None and order is not None:

@@ -62,6 +62,8 @@ class DodoConfig:
     that leave least out of their reach."""
     reach: float = 10.0
     """Tokens before a nugget that it holds, about; for selection by coverage."""
+    scores_by_use: bool = False
+    """The scorer has a score for each use of a text, itself and questions about it; else one serves all (paper)."""
     encoder: LoraSettings = field(default_factory=LoraSettings)
     """phi."""
     decoder: LoraSettings = field(default_factory=LoraSettings)
@@ -90,6 +92,8 @@ class DodoConfig:
             raise InputError(f"trained_ratios must be the lowest and the highest ratio, not {self.trained_ratios!r}")
         if not isinstance(self.keep_first, bool):
             raise InputError(f"keep_first must be true or false, not {self.keep_first!r}")
+        if not isinstance(self.scores_by_use, bool):
+            raise InputError(f"scores_by_use must be true or false, not {self.scores_by_use!r}")
         if self.selection not in ("top-k", "density", "coverage"):
             raise InputError(f"selection must be 'top-k', 'density' or 'coverage', not {self.selection!r}")
         if not _is_number(self.reach) or self.reach <= 0:
@@ -111,6 +115,8 @@ class DodoConfig:
         values = {"version": CONFIG_VERSION, **dataclasses.asdict(plain)}
         if self.selection != "coverage":
             del values["reach"]
+        if not self.scores_by_use:
+            del values["scores_by_use"]
         return json.dumps(values, indent=2) + "\n"
 
     @classmethod

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dodo.errors import InputError
+from dodo.scorer import Use
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -134,7 +135,9 @@ class Inspection:
             begin = end
 
 
-def inspect_text(dodo: "Dodo", text: str, *, ratio: float | None = None, nuggets: int | None = None) -> Inspection:
+def inspect_text(
+    dodo: "Dodo", text: str, *, ratio: float | None = None, nuggets: int | None = None, use: Use = "questions"
+) -> Inspection:
     """Score a text, and select as `Dodo.compress` would.
 
     Args:
@@ -142,6 +145,7 @@ def inspect_text(dodo: "Dodo", text: str, *, ratio: float | None = None, nuggets
         text: not empty.
         ratio: tokens per nugget; or
         nuggets: number of nuggets; neither: the configured ratio.
+        use: see `Dodo.compress`.
 
     Raises:
         InputError: an empty text, a bad ratio or count, or a tokenizer that can't say where its tokens stand.
@@ -150,7 +154,7 @@ def inspect_text(dodo: "Dodo", text: str, *, ratio: float | None = None, nuggets
         raise InputError("give either a ratio or a number of nuggets, and not both")
     placed = place_tokens(dodo, text)
     with torch.no_grad():
-        scores = dodo.compressor.score(torch.tensor([placed.ids], device=dodo.device))[0]
+        scores = dodo.compressor.score(torch.tensor([placed.ids], device=dodo.device), use)[0]
     return inspect_scores(dodo, placed, scores, ratio=ratio, nuggets=nuggets)
 
 

@@ -33,6 +33,7 @@ from dodo.errors import DodoWarning, FingerprintMismatch, InputError
 from dodo.generation import generate_ids, pad_rows
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.prompts import question_prompt
+from dodo.scorer import Use
 from dodo.streaming import StreamingCache
 from dodo.thresholds import Pace, Thresholds
 
@@ -140,6 +141,7 @@ class Dodo:
         *,
         ratio: float | None = None,
         nuggets: int | None = None,
+        use: Use = "questions",
         segment: int | None = None,
     ) -> Nuggets:
         """Compress one text, or several as a batch. Paper: Section 2.3.
@@ -148,6 +150,8 @@ class Dodo:
             text: not empty. A text longer than the base's window is encoded in segments with compact positions.
             ratio: tokens per nugget; or
             nuggets: number of nuggets; neither: the configured ratio.
+            use: "questions", or whatever else is asked about the text, or "text", to rebuild it. Which tokens become nuggets
+                depends on it where the scorer has a score for each (`DodoConfig.scores_by_use`); either use is possible after.
             segment: tokens encoded at a time, for a text that is.
 
         Returns:
@@ -162,16 +166,22 @@ class Dodo:
             raise InputError("there are no texts to compress")
         rows = [self.document_ids(t) for t in ([text] if isinstance(text, str) else text)]
         self._warn_of_ratio(ratio, nuggets)
-        return self.compress_ids(rows, ratio=ratio, nuggets=nuggets, segment=segment)
+        return self.compress_ids(rows, ratio=ratio, nuggets=nuggets, use=use, segment=segment)
 
     def compress_ids(
-        self, rows: list[list[int]], *, ratio: float | None = None, nuggets: int | None = None, segment: int | None = None
+        self,
+        rows: list[list[int]],
+        *,
+        ratio: float | None = None,
+        nuggets: int | None = None,
+        use: Use = "questions",
+        segment: int | None = None,
     ) -> Nuggets:
         """`compress` on token ids: rows without padding, taken as they are."""
         input_ids, attention_mask = pad_rows(rows, self._pad_id, left=False, device=self.device)
         with torch.no_grad():
             return self._roomy(input_ids.shape[1]).encode(
-                input_ids, attention_mask, ratio=ratio, nuggets=nuggets, segment=segment
+                input_ids, attention_mask, ratio=ratio, nuggets=nuggets, use=use, segment=segment
             )
 
     def document_ids(self, text: str, *, literal: bool = True) -> list[int]:

@@ -91,7 +91,7 @@ def parameters_of_config(config: PreTrainedConfig, *, name: str, settings: DodoC
         base = AutoModelForCausalLM.from_config(config)
         base.tie_weights()
         adapters = Adapters(base, encoder=settings.encoder, decoder=settings.decoder)
-        scorer = Scorer(config.hidden_size)
+        scorer = Scorer(config.hidden_size, by_use=settings.scores_by_use)
     return _rows(name, base, adapters, scorer, config.hidden_size)
 
 

@@ -14,10 +14,22 @@ from torch import Tensor
 
 from dodo.errors import InputError
 
-__all__ = ["Selection", "count_nuggets", "every", "gather_tokens", "prefer_covering", "prefer_dense", "select_top_k", "stride"]
+__all__ = [
+    "Selection",
+    "count_nuggets",
+    "every",
+    "gather_tokens",
+    "lost_share",
+    "prefer_covering",
+    "prefer_dense",
+    "select_top_k",
+    "stride",
+]
 
 TEMPER = 0.5
 """Of coverage: a token's cost grows less than the surprisal that scores are first fitted to."""
+NEAR = 0.05
+"""Of coverage: the share that is lost of a token beside a nugget."""
 WIDEST = 4
 """Of coverage: the widest gap, in mean gaps."""
 PRICES, ROUNDS = 64, 2
@@ -138,11 +150,10 @@ def prefer_dense(scores: Tensor, k: Tensor, mask: Tensor) -> Tensor:
 def prefer_covering(scores: Tensor, k: Tensor, mask: Tensor, *, reach: float) -> Tensor:
     """Values whose top-k are the k tokens that leave least of a row out of their reach.
 
-    Beyond the paper. A nugget holds what stands shortly before it. A token whose next nugget is d places on is lost to the share
-    1 / (1 + exp((reach - d) / (reach / 7.5))), and a lost token costs exp(TEMPER s). The k tokens, the last one among them, make
-    the sum of that over the row least: dynamic programming with a price per nugget, which is searched until k are bought. Where
-    no price tried buys just k, the best-scored of the others fill up. No stretch of more than WIDEST n / k tokens goes without.
-    Not differentiable.
+    Beyond the paper. A nugget holds what stands shortly before it. A token is lost to the `lost_share` of the distance of its
+    next nugget, and a lost token costs exp(TEMPER s). The k tokens, the last one among them, make the sum of that over the row
+    least: dynamic programming with a price per nugget, which is searched until k are bought. Where no price tried buys just k,
+    the best-scored of the others fill up. No stretch of more than WIDEST n / k tokens goes without. Not differentiable.
 
     Args:
         scores, k, mask: as for `select_top_k`; the true entries of a row of `mask` stand together.
@@ -163,6 +174,15 @@ def prefer_covering(scores: Tensor, k: Tensor, mask: Tensor, *, reach: float) ->
     return (own.sigmoid() + chosen).masked_fill(~own.isfinite(), torch.nan).float()  # which `select_top_k` refuses
 
 
+def lost_share(distance: np.ndarray, reach: float) -> np.ndarray:
+    """Share to which tokens are lost whose next nugget is d places on.
+
+    None of a nugget itself, of others NEAR and, of the rest, 1 / (1 + exp((reach - d) / (reach / 7.5))).
+    """
+    share: np.ndarray = np.where(distance > 0, NEAR + (1 - NEAR) / (1 + np.exp((reach - distance) / (reach / 7.5))), 0)
+    return share
+
+
 def _cover(costs: np.ndarray, n: np.ndarray, k: np.ndarray, reach: float) -> list[np.ndarray]:
     """Places of at most k nuggets in each row, the last of its n tokens among them: what the lowest price buys that buys so few.
 
@@ -171,7 +191,7 @@ def _cover(costs: np.ndarray, n: np.ndarray, k: np.ndarray, reach: float) -> lis
     """
     widest = np.ceil(WIDEST * n / k)
     distance = np.arange(min(costs.shape[1], int(widest.max())))
-    lost = 1 / (1 + np.exp((reach - distance) / (reach / 7.5)))
+    lost = lost_share(distance, reach)
     barred = np.where(distance < widest[:, None], 0, np.inf)
     rows = np.arange(len(n))
     high = costs.sum(-1) + 1

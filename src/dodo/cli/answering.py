@@ -15,6 +15,7 @@ from dodo.errors import WindowError
 if TYPE_CHECKING:
     from dodo.model import Dodo
     from dodo.nuggets import Nuggets
+    from dodo.scorer import Use
 
 __all__ = ["run"]
 
@@ -28,6 +29,7 @@ def run(
     details: dict[str, Any],
     ratio: float | None,
     nuggets: int | None,
+    use: "Use",
     model: str,
     device: str | None,
     dtype: str,
@@ -43,6 +45,7 @@ def run(
         key: of the text in the JSON.
         prompt: what the model is told after the nuggets; None asks for reconstruction.
         details: more of the JSON.
+        use: what a text is compressed for.
         trust: use nuggets of another fingerprint.
 
     Other arguments are the flags.
@@ -52,7 +55,7 @@ def run(
     with reporter() as report:
         if isinstance(source, str):
             report("compressing the text first", 0, 0)
-        made, before = load_nuggets(dodo, source, ratio=ratio, nuggets=nuggets, trust=trust)
+        made, before = load_nuggets(dodo, source, ratio=ratio, nuggets=nuggets, use=use, trust=trust)
     began = time.perf_counter()
     first: float | None = None
     pieces = []

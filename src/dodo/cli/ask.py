@@ -79,6 +79,7 @@ def command(
         details={"question": question},
         ratio=ratio,
         nuggets=nuggets,
+        use="questions",
         model=model,
         device=device,
         dtype=dtype,

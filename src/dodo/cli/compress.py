@@ -16,6 +16,7 @@ from dodo.cli.options import (
     note_fresh,
     selection_options,
     size,
+    use_option,
 )
 from dodo.cli.sources import check_output, read_text
 from dodo.cli.terminal import echo_json, reporter, table
@@ -42,6 +43,7 @@ Examples:
     help="Where to write. [default: FILE with the suffix .nuggets]",
 )
 @selection_options
+@use_option
 @model_options
 @click.option("--storage", type=click.Choice(STORAGE), help="Type of the states in the file. [default: the model's]")
 @click.option(
@@ -56,6 +58,7 @@ def command(
     output: Path | None,
     ratio: float | None,
     nuggets: int | None,
+    use: Any,
     model: str,
     device: str | None,
     dtype: str,
@@ -86,7 +89,7 @@ def command(
     with reporter() as report:
         report("compressing", 0, 0)
         began = time.perf_counter()
-        made = dodo.compress(text, ratio=ratio, nuggets=nuggets)
+        made = dodo.compress(text, ratio=ratio, nuggets=nuggets, use=use)
         compressed = time.perf_counter()
         made.save(output, storage=storage)
         seconds = {"load": loading, "compress": compressed - began, "write": time.perf_counter() - compressed}

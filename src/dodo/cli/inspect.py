@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,6 +15,7 @@ from dodo.cli.options import (
     model_options,
     note_fresh,
     selection_options,
+    use_option,
 )
 from dodo.cli.sources import check_output, read_text, write_whole
 from dodo.cli.terminal import echo_json, note, reporter
@@ -31,6 +33,7 @@ Examples:
 )
 @click.argument("file")
 @selection_options
+@use_option
 @click.option("--html", type=click.Path(path_type=Path), metavar="F", help="Write a standalone page.")
 @click.option("--png", type=click.Path(path_type=Path), metavar="F", help="Write a picture.")
 @click.option("--force", "-f", is_flag=True, help="Replace output files that exist.")
@@ -40,6 +43,7 @@ def command(
     file: str,
     ratio: float | None,
     nuggets: int | None,
+    use: Any,
     html: Path | None,
     png: Path | None,
     force: bool,
@@ -69,7 +73,7 @@ def command(
     title = "standard input" if file == "-" else Path(file).name
     with reporter() as report:
         report("scoring", 0, 0)
-        seen = inspect_text(dodo, text, ratio=ratio, nuggets=nuggets)
+        seen = inspect_text(dodo, text, ratio=ratio, nuggets=nuggets, use=use)
         if html is not None:
             write_whole(html, to_html(seen, title=title).encode())
         if png is not None:

@@ -16,6 +16,7 @@ from dodo.errors import FingerprintMismatch, InputError
 if TYPE_CHECKING:
     from dodo.model import Dodo
     from dodo.nuggets import Nuggets
+    from dodo.scorer import Use
 
 __all__ = [
     "DEFAULT_LANGUAGE_MODEL",
@@ -37,6 +38,7 @@ __all__ = [
     "sampling_options",
     "selection_options",
     "size",
+    "use_option",
 ]
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -167,6 +169,16 @@ class Sampling:
         return {"do_sample": True, "temperature": self.temperature or 1.0, "top_p": self.top_p or 1.0, "top_k": 0}
 
 
+use_option = click.option(
+    "--for",
+    "use",
+    type=click.Choice(["questions", "text"]),
+    default="questions",
+    show_default=True,
+    help="What the nuggets are for: questions about the text, or to rebuild it. Of no effect on adapters that don't tell.",
+)
+
+
 def check_selection(ratio: float | None, nuggets: int | None) -> None:
     """Refuse both flags at once."""
     if ratio is not None and nuggets is not None:
@@ -212,7 +224,7 @@ def adapters_state(dodo: "Dodo") -> str:
 
 
 def load_nuggets(
-    dodo: "Dodo", source: Source, *, ratio: float | None, nuggets: int | None, trust: bool
+    dodo: "Dodo", source: Source, *, ratio: float | None, nuggets: int | None, use: "Use", trust: bool
 ) -> tuple["Nuggets", dict[str, float]]:
     """Nuggets of one text: out of a file, or by compressing it now. Also the seconds of that.
 
@@ -225,7 +237,7 @@ def load_nuggets(
 
     began = time.perf_counter()
     if isinstance(source, str):
-        made = dodo.compress(source, ratio=ratio, nuggets=nuggets)
+        made = dodo.compress(source, ratio=ratio, nuggets=nuggets, use=use)
         return made, {"compress": time.perf_counter() - began}
     made = Nuggets.load(source)
     if made.batch_size != 1:

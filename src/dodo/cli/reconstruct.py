@@ -61,6 +61,7 @@ def command(
         details={},
         ratio=ratio,
         nuggets=nuggets,
+        use="text",
         model=model,
         device=device,
         dtype=dtype,

@@ -21,6 +21,7 @@ from dodo.icae import Icae
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
 from dodo.prompts import SHORTEN, chat_turn
+from dodo.scorer import Use
 from dodo.selection import count_nuggets, stride
 
 __all__ = ["METHODS", "Compressed", "Held", "Memorized", "Method", "Summarized", "Whole", "make_method", "own_ids"]
@@ -75,15 +76,15 @@ class Method(Protocol):
 class Compressed:
     """Dodo's nuggets, chosen by the scorer or, as controls, by a fixed stride or at random, with the same adapters."""
 
-    def __init__(self, dodo: Dodo, *, ratio: float, choice: Choice = "scorer", seed: int = 0) -> None:
-        self.dodo, self.ratio, self.choice = dodo, ratio, choice
+    def __init__(self, dodo: Dodo, *, ratio: float, choice: Choice = "scorer", use: Use = "text", seed: int = 0) -> None:
+        self.dodo, self.ratio, self.choice, self.use = dodo, ratio, choice, use
         self.name: str = "dodo" if choice == "scorer" else choice
         self._generator = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
     def read(self, documents: Sequence[str]) -> Held:
         if self.choice == "scorer":
-            nuggets = self.dodo.compress(list(documents), ratio=self.ratio)
+            nuggets = self.dodo.compress(list(documents), ratio=self.ratio, use=self.use)
         else:
             rows = [self.dodo.document_ids(text) for text in documents]
             nuggets = self.encode(*pad_rows(rows, 0, left=False, device=self.dodo.device))
@@ -93,7 +94,7 @@ class Compressed:
     def encode(self, input_ids: Tensor, attention_mask: Tensor) -> Nuggets:
         """Nuggets of token ids, int64 [B, T], chosen in this method's way."""
         select_by = self._select_by(attention_mask.bool())
-        return self.dodo.compressor.encode(input_ids, attention_mask, ratio=self.ratio, select_by=select_by)
+        return self.dodo.compressor.encode(input_ids, attention_mask, ratio=self.ratio, use=self.use, select_by=select_by)
 
     def _select_by(self, mask: Tensor) -> Tensor | None:
         if self.choice == "scorer":
@@ -266,26 +267,27 @@ class Summarized(Whole):
         return Held([len(self.dodo.document_ids(text)) if text else 0 for text in summaries], tokens, summaries)
 
 
-METHODS: dict[str, Callable[[Dodo, float], Method]] = {
-    "dodo": lambda dodo, ratio: Compressed(dodo, ratio=ratio),
-    "stride": lambda dodo, ratio: Compressed(dodo, ratio=ratio, choice="stride"),
-    "random": lambda dodo, ratio: Compressed(dodo, ratio=ratio, choice="random"),
-    "icae": lambda dodo, ratio: Memorized(dodo, ratio=ratio),
-    "full": lambda dodo, ratio: Whole(dodo, name="full"),
-    "nodoc": lambda dodo, ratio: Whole(dodo, name="nodoc", ratio=float("inf")),
-    "lmsumm": lambda dodo, ratio: Summarized(dodo, ratio=ratio),
-    "truncate": lambda dodo, ratio: Whole(dodo, name="truncate", ratio=ratio),
+METHODS: dict[str, Callable[[Dodo, float, Use], Method]] = {
+    "dodo": lambda dodo, ratio, use: Compressed(dodo, ratio=ratio, use=use),
+    "stride": lambda dodo, ratio, use: Compressed(dodo, ratio=ratio, choice="stride", use=use),
+    "random": lambda dodo, ratio, use: Compressed(dodo, ratio=ratio, choice="random", use=use),
+    "icae": lambda dodo, ratio, use: Memorized(dodo, ratio=ratio),
+    "full": lambda dodo, ratio, use: Whole(dodo, name="full"),
+    "nodoc": lambda dodo, ratio, use: Whole(dodo, name="nodoc", ratio=float("inf")),
+    "lmsumm": lambda dodo, ratio, use: Summarized(dodo, ratio=ratio),
+    "truncate": lambda dodo, ratio, use: Whole(dodo, name="truncate", ratio=ratio),
 }
-"""By name: from a model and a ratio."""
+"""By name: from a model, a ratio and what documents are read for."""
 
 
-def make_method(name: str, dodo: Dodo, ratio: float, *, peers_python: Path | None = None) -> Method:
+def make_method(name: str, dodo: Dodo, ratio: float, *, use: Use = "text", peers_python: Path | None = None) -> Method:
     """A method by its name.
 
     Args:
         name: of `METHODS`, or of `peers.PEERS`.
         dodo: base and adapters.
         ratio: tokens per state.
+        use: what documents are read for; peers do not know it.
         peers_python: see `peers.find_python`.
 
     Raises:
@@ -297,4 +299,4 @@ def make_method(name: str, dodo: Dodo, ratio: float, *, peers_python: Path | Non
         return make_peer(name, dodo, ratio, python=peers_python)
     if name not in METHODS:
         raise InputError(f"there is no method {name!r}; methods are {', '.join((*METHODS, *PEERS))}")
-    return METHODS[name](dodo, ratio)
+    return METHODS[name](dodo, ratio, use)

@@ -270,7 +270,7 @@ def draw_passage(dodo: "Dodo", text: str, folder: Path, *, title: str, ratio: fl
     from dodo.inspection import inspect_text
     from dodo.inspection_png import to_png
 
-    picture = to_png(inspect_text(dodo, text, ratio=ratio), title=title)
+    picture = to_png(inspect_text(dodo, text, ratio=ratio, use="text"), title=title)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / PASSAGE
     path.write_bytes(picture)

@@ -84,8 +84,8 @@ def evaluate(
         items = measuring.items(sources, limit, seed)
     else:
         ratio = dodo.config.ratio if ratio is None else ratio
-        how = make_method(method, dodo, ratio, peers_python=peers_python)
         measuring = _measuring(task, lengths)
+        how = make_method(method, dodo, ratio, use=measuring.use, peers_python=peers_python)
         items = measuring.items(sources, dodo.tokenizer, limit, seed)
     settings = {
         "task": task,

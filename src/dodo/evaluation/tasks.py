@@ -17,6 +17,7 @@ from dodo.errors import InputError
 from dodo.evaluation.methods import Method
 from dodo.evaluation.scoring import contains_answer, corpus_bleu, perplexity, rouge, sentence_bleu, share_error, share_rebuilt
 from dodo.prompts import QUESTION, SUMMARY
+from dodo.scorer import Use
 
 __all__ = [
     "LENGTHS",
@@ -51,6 +52,8 @@ class Task:
     """What a method is asked to do with items, and what is made of its answers."""
 
     name: str
+    use: Use = "text"
+    """What documents are compressed for."""
 
     def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
         """The items of the data, in a fixed random order, at most `limit` (of each group)."""
@@ -180,6 +183,7 @@ class Squad(Task):
     """Answer questions on paragraphs, up to 64 greedy tokens; right if an answer is contained. Table 3, Appendix E."""
 
     name = "squad"
+    use: Use = "questions"
 
     def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
         found: list[Item] = []
@@ -215,6 +219,7 @@ class Summarization(Task):
     """Summarise articles in one sentence, up to 128 greedy tokens: ROUGE-1, 2 and L. Table 4."""
 
     name = "summarization"
+    use: Use = "questions"
 
     def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
         records = [record for source in resolve(sources) for record in read_records(source)]

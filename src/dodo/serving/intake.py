@@ -114,7 +114,8 @@ class Intake:
 
         def score() -> Tensor:
             with torch.no_grad():
-                return self._dodo.compressor.score(torch.tensor([placed.ids], device=self._dodo.device))[0].cpu()
+                ids = torch.tensor([placed.ids], device=self._dodo.device)
+                return self._dodo.compressor.score(ids, "questions")[0].cpu()
 
         made = Scored(placed, await self._run(score))
         self._scored.put(key, made, size=_TOKEN_BYTES * len(placed.ids))

@@ -1,26 +1,31 @@
-"""What the scorer is taught before the first step: how surprising each token is to the base, and what questions ask for.
+"""What the scorer is taught before the first step: how surprising each token is to the base, what it costs to lose it, and what
+questions ask for.
 
 Beyond the paper, whose scorer learns by the straight-through term alone. What can't be guessed from the tokens before it must
 be in the nuggets, so there they should be dense, and an untrained scorer's selection is worse than a fixed stride; surprisal
-comes from the base itself, adapters off. What questions ask for is something else: scores fitted to surprisal tell nothing of it.
+comes from the base itself, adapters off. What losing a token costs comes from trained adapters, and is nearer to the purpose.
+What questions ask for is something else: scores fitted to surprisal tell nothing of it.
 
 Shapes: B texts, T tokens.
 """
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dodo.architecture import backbone
+from dodo.architecture import backbone, logits_of
 from dodo.compressor import Compressor
 from dodo.data.batches import Batch
 from dodo.errors import InputError
-from dodo.selection import TEMPER
+from dodo.scorer import Use
+from dodo.selection import TEMPER, lost_share
 
-__all__ = ["answers_in", "learn_asked", "learn_surprisal", "surprisal", "surprisal_loss"]
+__all__ = ["answers_in", "cost_of_loss", "learn_asked", "learn_cost", "learn_surprisal", "surprisal", "surprisal_loss"]
 
 CHUNK = 256
 LARGEST_SCORE = 4.0  # e^4 = 55 nats
@@ -66,6 +71,62 @@ def learn_surprisal(compressor: Compressor, batches: Sequence[Batch], *, lr: flo
     return _learn(compressor, (surprisal_loss(compressor, batch.documents) for batch in batches), len(batches), lr)
 
 
+@torch.no_grad()
+def cost_of_loss(compressor: Compressor, batch: Batch, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """What tokens cost in rebuilding, of which some are lost, for nuggets are taken at random: one in one to two times `reach`.
+
+    Args:
+        batch: of texts to be rebuilt.
+
+    Returns:
+        fp32 [B, T] twice: -log p of each token of the documents in nats, and the share to which it is lost; 0 for a BOS token.
+    """
+    reach = compressor.config.reach
+    documents, real = batch.documents, batch.document_mask
+    at_random = torch.from_numpy(rng.random(documents.shape)).to(documents.device)
+    nuggets = compressor.encode(documents, real, ratio=float(rng.uniform(1, 2)) * reach, select_by=at_random)
+    states = compressor.decode(nuggets, batch.decoder, batch.decoder_mask, soft_token=True, states=True)
+    head = [
+        torch.nn.functional.cross_entropy(logits_of(compressor.base, row[:-1]).float(), wanted[:-1], reduction="none")
+        for row, wanted in zip(states, batch.targets, strict=True)
+    ]
+    losses = torch.zeros(documents.shape, device=documents.device)
+    shares = torch.zeros_like(losses)
+    first = documents.shape[1] - batch.decoder.shape[1]  # 1 behind a BOS token
+    for row, loss in enumerate(head):
+        losses[row, first:] = loss
+        places = nuggets.indices[row][nuggets.mask[row]].cpu().numpy()
+        tokens = np.arange(first, documents.shape[1])
+        distance = places[np.searchsorted(places, tokens)] - tokens  # the last token is always a nugget
+        shares[row, first:] = torch.from_numpy(lost_share(distance, reach)).to(losses)
+    return losses, shares
+
+
+def learn_cost(compressor: Compressor, batches: Sequence[Batch], *, seed: int = 0, lr: float = 1e-3) -> float:
+    """Fit the scorer to what a token costs that is lost, one step per batch, the rate going linearly to zero.
+
+    A Poisson regression of the losses of these adapters in rebuilding: a token that is lost to a share costs so much of
+    exp(TEMPER s), as selection by coverage has it. Where questions have a score of their own, it learns the same.
+
+    Args:
+        batches: of texts to be rebuilt.
+        seed: of the random nuggets.
+
+    Returns:
+        Mean loss over the last tenth of the steps.
+    """
+
+    def loss(number: int, batch: Batch) -> Tensor:
+        losses, shares = cost_of_loss(compressor, batch, np.random.default_rng((seed, number)))
+        fits: list[Tensor] = []
+        for use in get_args(Use) if compressor.scorer.by_use else ("text",):
+            scores = TEMPER * compressor.score(batch.documents, use)
+            fits.append((shares * scores.exp() - losses * scores).sum() / shares.sum())
+        return torch.stack(fits).mean()
+
+    return _learn(compressor, (loss(number, batch) for number, batch in enumerate(batches)), len(batches), lr)
+
+
 def answers_in(tokenizer: PreTrainedTokenizerBase, batch: Batch) -> Tensor:
     """Where in the documents of a batch of questions their answers stand, word for word, wherever they do.
 
@@ -105,8 +166,10 @@ def learn_asked(
 ) -> float:
     """Add to what the scorer knows which tokens are asked for, one step per batch, the rate going linearly to zero.
 
-    A Poisson regression on what a lost token costs in selection by coverage, exp(TEMPER s): it is fitted to what it was, and
-    `asked` more where an answer stands. So a token that answers with probability p comes to asked p more.
+    A Poisson regression on what a lost token costs in selection by coverage, exp(TEMPER s). Where one score serves all uses, it
+    is fitted to what it was, and `asked` more where an answer stands: a token that answers with probability p comes to asked p
+    more. Where questions have a score of their own, that is fitted to the cost c for the text, and `asked` times as much more
+    where an answer stands: it comes to c (1 + asked p). The score for the text is fitted to what it was.
 
     Args:
         batches: of questions.
@@ -119,8 +182,13 @@ def learn_asked(
         before = [(TEMPER * compressor.score(batch.documents)).exp() for batch in batches]
 
     def loss(batch: Batch, known: Tensor) -> Tensor:
-        scores = TEMPER * compressor.score(batch.documents)
-        wanted = known + asked * answers_in(tokenizer, batch)
+        found = asked * answers_in(tokenizer, batch)
+        if not compressor.scorer.by_use:
+            return fitted(batch, "questions", known + found)
+        return fitted(batch, "text", known) + fitted(batch, "questions", known * (1 + found))
+
+    def fitted(batch: Batch, use: Use, wanted: Tensor) -> Tensor:
+        scores = TEMPER * compressor.score(batch.documents, use)
         return (scores.exp() - wanted * scores)[batch.document_mask].mean()
 
     return _learn(compressor, map(loss, batches, before), len(batches), lr)

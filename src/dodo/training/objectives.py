@@ -22,6 +22,7 @@ from dodo.compressor import Compressor
 from dodo.data.batches import Batch
 from dodo.icae import Icae, Memory
 from dodo.nuggets import Nuggets
+from dodo.scorer import Use
 from dodo.selection import every, stride
 from dodo.training.fused import linear_cross_entropy
 
@@ -49,7 +50,8 @@ class Loss:
 def encode(compressor: Compressor, batch: Batch, way: Way = "scorer") -> Nuggets:
     """Nuggets of the batch's documents, selected in the given way, repeated for each question."""
     by = None if way == "scorer" else stride(batch.document_mask, ratio=batch.ratio, keep_first=compressor.config.keep_first)
-    nuggets = compressor.encode(batch.documents, batch.document_mask, ratio=batch.ratio, select_by=by)
+    use: Use = "questions" if batch.objective == "question" else "text"
+    nuggets = compressor.encode(batch.documents, batch.document_mask, ratio=batch.ratio, use=use, select_by=by)
     return nuggets if batch.rows is None else select_rows(nuggets, batch.rows)
 
 

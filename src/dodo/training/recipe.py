@@ -90,6 +90,8 @@ class Selection:
 
     warm_start: int = 0
     """Steps before the first in which the scorer learns to tell how surprising each token is to the base (`lessons.py`)."""
+    cost_start: int = 0
+    """Steps before the first, after those, in which the scorer learns what these adapters lose with each token (`lessons.py`)."""
     asked_start: int = 0
     """Steps before the first, after those, in which the scorer learns besides which tokens questions ask for (`lessons.py`)."""
     asked: float = 30.0
@@ -104,7 +106,7 @@ class Selection:
     @property
     def lessons(self) -> bool:
         """Whether the scorer is taught before the first step."""
-        return bool(self.warm_start or self.asked_start)
+        return bool(self.warm_start or self.cost_start or self.asked_start)
 
 
 @dataclass(frozen=True)

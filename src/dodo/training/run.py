@@ -20,14 +20,14 @@ import yaml
 from torch.utils.data import DataLoader, IterableDataset
 
 from dodo.adapter_files import load_scorer
-from dodo.data.batches import Batch, Objective, QuestionSource, TextSource
+from dodo.data.batches import Batch, Objective, QuestionSource, TextSource, draw_skewed
 from dodo.data.shards import Shard, ShardKind, prepare, read_shard
 from dodo.errors import InputError
 from dodo.memory import MemoryTokens
 from dodo.model import Dodo
 from dodo.training.callbacks import Checkpoints, Progress, TrainingLog, Validation
 from dodo.training.fused import fused_lora
-from dodo.training.lessons import learn_asked, learn_surprisal
+from dodo.training.lessons import learn_asked, learn_cost, learn_surprisal
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import TrainingModule
 from dodo.training.recipe import Recipe, Running, load_recipe
@@ -209,6 +209,8 @@ def _teach_scorer(recipe: Recipe, dodo: Dodo, text: TextSource | None, questions
     selection = recipe.selection
     if selection.warm_start:
         learn_surprisal(dodo.compressor, _texts_alone(recipe, text))
+    if selection.cost_start:
+        learn_cost(dodo.compressor, _texts_rebuilt(recipe, text), seed=recipe.running.seed)
     if selection.asked_start:
         batches = _questions_alone(recipe, questions)
         learn_asked(dodo.compressor, dodo.tokenizer, batches, asked=selection.asked)
@@ -222,6 +224,18 @@ def _texts_alone(recipe: Recipe, text: TextSource | None) -> list[Batch]:
     rows = max(1, 4 * recipe.running.tokens // length)
     seed = recipe.running.seed
     return [text.autoencoding(rows, length, 1.0, np.random.default_rng((seed, i, 2))) for i in range(recipe.selection.warm_start)]
+
+
+def _texts_rebuilt(recipe: Recipe, text: TextSource | None) -> list[Batch]:
+    """Batches for what it costs to lose a token, as large as the run's, of lengths that the run has."""
+    if text is None:
+        raise InputError("selection.cost_start reads plain text, but no objective of the mixture does")
+    found, seed = [], recipe.running.seed
+    for i in range(recipe.selection.cost_start):
+        rng = np.random.default_rng((seed, i, 6))
+        length = min(round(draw_skewed(recipe.mixture.length, rng)), text.longest)
+        found.append(text.autoencoding(max(1, recipe.running.tokens // length), length, 1.0, rng))
+    return found
 
 
 def _questions_alone(recipe: Recipe, questions: QuestionSource | None) -> list[Batch]:

@@ -1,0 +1,144 @@
+"""A scorer with a score for each use of a text: itself, and questions about it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dodo.compressor import Compressor
+from dodo.config import CONFIG_FILE, DodoConfig
+from dodo.data.batches import Batch
+from dodo.errors import InputError
+from dodo.evaluation.methods import make_method
+from dodo.evaluation.run import TASKS
+from dodo.inspection import inspect_text
+from dodo.model import Dodo
+from dodo.parameters import parameters_of_config
+from dodo.scorer import Scorer
+from dodo.training.objectives import encode
+from tests.cli.tiny import TEXT, save_model
+from tests.conftest import tokens
+
+
+def oppose(compressor: Compressor) -> Compressor:
+    """The token that is wanted most for the text is wanted least by questions."""
+    with torch.no_grad():
+        compressor.scorer.output.weight[1] = -compressor.scorer.output.weight[0]
+        compressor.scorer.output.bias.zero_()
+    return compressor
+
+
+@pytest.fixture
+def compressor(pair) -> Compressor:
+    return oppose(pair(scores_by_use=True).compressor)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def folder(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    dodo = Dodo.from_pretrained(base, config=DodoConfig(feature_layer=2, ratio=3.0, scores_by_use=True))
+    oppose(dodo.compressor)
+    path = tmp_path_factory.mktemp("adapters")
+    dodo.save_pretrained(path)
+    return path
+
+
+def test_one_score_serves_all_uses_unless_told_otherwise():
+    features = torch.randn(2, 5, 8)
+    scorer = Scorer(8)
+    assert not scorer.by_use
+    assert torch.equal(scorer(features), scorer(features, "questions"))
+    two = Scorer(8, by_use=True)
+    assert two.by_use
+    assert two(features).shape == (2, 5)
+    assert not torch.equal(two(features), two(features, "questions"))
+
+
+def test_each_use_selects_by_its_own_score_and_teaches_that_alone(compressor):
+    ids = tokens(1, 30)
+    text, asked = compressor.score(ids), compressor.score(ids, "questions")
+    torch.testing.assert_close(asked, -text)
+    for use, scores in (("text", text), ("questions", asked)):
+        chosen = compressor.encode(ids, nuggets=6, use=use)
+        expected = {29, *scores[0, :29].topk(5).indices.tolist()}
+        assert set(chosen.indices[0].tolist()) == expected
+        compressor.zero_grad()
+        chosen.scores.sum().backward()
+        gradient = compressor.scorer.output.bias.grad
+        assert (gradient != 0).tolist() == [use == "text", use == "questions"]
+
+
+def test_texts_longer_than_the_window_are_scored_for_their_use_too(compressor):
+    ids = tokens(1, 600)  # the window is 256
+    torch.testing.assert_close(compressor.score(ids, "questions"), -compressor.score(ids))
+
+
+def test_training_takes_the_score_of_the_batchs_use(compressor):
+    ids = tokens(1, 24)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    for objective, use in (("question", "questions"), ("autoencoding", "text"), ("recall", "text"), ("continuation", "text")):
+        batch = Batch(objective, 4.0, ids, real, ids, real, ids)
+        assert torch.equal(encode(compressor, batch).indices, compressor.encode(ids, ratio=4, use=use).indices)
+
+
+def test_a_file_of_adapters_keeps_both_scores(folder):
+    loaded = Dodo.from_pretrained(folder)
+    assert loaded.config.scores_by_use
+    ids = tokens(1, 20)
+    torch.testing.assert_close(loaded.compressor.score(ids, "questions"), -loaded.compressor.score(ids))
+    one = json.loads((folder / CONFIG_FILE).read_text())
+    assert one["scores_by_use"] is True
+    with pytest.raises(InputError, match="scores_by_use must be true or false, not 'yes'"):
+        DodoConfig(scores_by_use="yes")  # type: ignore[arg-type]
+
+
+def test_adapters_with_one_score_start_both_and_the_texts_score_starts_one(base, folder, tmp_path):
+    settings = DodoConfig(feature_layer=2, scores_by_use=True)
+    one, two = Dodo.from_pretrained(base, config=dataclasses.replace(settings, scores_by_use=False, seed=3)), None
+    one.save_pretrained(tmp_path)
+    ids = tokens(1, 20)
+    two = Dodo.from_pretrained(base, config=settings)
+    two.load_adapters(tmp_path)
+    for use in ("text", "questions"):
+        torch.testing.assert_close(two.compressor.score(ids, use), one.compressor.score(ids))
+    one.load_adapters(folder)
+    wanted = Dodo.from_pretrained(folder).compressor.score(ids)
+    torch.testing.assert_close(one.compressor.score(ids, "questions"), wanted)
+
+
+def test_texts_are_compressed_for_questions_unless_they_are_to_be_rebuilt(folder):
+    dodo = Dodo.from_pretrained(folder)
+    both = {use: dodo.compress(TEXT, ratio=4, use=use).indices.tolist() for use in ("text", "questions")}
+    assert both["text"] != both["questions"]
+    assert dodo.compress(TEXT, ratio=4).indices.tolist() == both["questions"]
+    for use, places in both.items():
+        seen = inspect_text(dodo, TEXT, ratio=4, use=use)
+        assert [token.index for token in seen.tokens if token.selected] == places[0]
+        held = make_method("dodo", dodo, 4.0, use=use).read([TEXT])
+        assert held.what.indices.tolist() == places
+    strides = [make_method("stride", dodo, 4.0, use=use).read([TEXT]).what.indices.tolist() for use in ("text", "questions")]
+    assert strides[0] == strides[1]
+    assert {name: task.use for name, task in TASKS.items()} == {
+        "autoencoding": "text",
+        "multilingual": "text",
+        "delimiters": "text",
+        "squad": "questions",
+        "summarization": "questions",
+    }
+
+
+def test_the_second_output_is_counted(folder):
+    dodo = Dodo.from_pretrained(folder)
+    shape = dodo.compressor.base.config
+    counts = [
+        {row.module: row.count for row in parameters_of_config(shape, name="base", settings=settings)}
+        for settings in (dataclasses.replace(dodo.config, scores_by_use=False), dodo.config)
+    ]
+    differing = {name: counts[1][name] - count for name, count in counts[0].items() if counts[1][name] != count}
+    assert set(differing.values()) == {33}
