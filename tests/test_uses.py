@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from dodo.cli import dodo
 from dodo.compressor import Compressor
 from dodo.config import CONFIG_FILE, DodoConfig
 from dodo.data.batches import Batch
@@ -15,6 +17,7 @@ from dodo.evaluation.methods import make_method
 from dodo.evaluation.run import TASKS
 from dodo.inspection import inspect_text
 from dodo.model import Dodo
+from dodo.nuggets import Nuggets
 from dodo.parameters import parameters_of_config
 from dodo.scorer import Scorer
 from dodo.training.objectives import encode
@@ -42,10 +45,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    dodo = Dodo.from_pretrained(base, config=DodoConfig(feature_layer=2, ratio=3.0, scores_by_use=True))
-    oppose(dodo.compressor)
+    made = Dodo.from_pretrained(base, config=DodoConfig(feature_layer=2, ratio=3.0, scores_by_use=True))
+    oppose(made.compressor)
     path = tmp_path_factory.mktemp("adapters")
-    dodo.save_pretrained(path)
+    made.save_pretrained(path)
     return path
 
 
@@ -113,16 +116,16 @@ def test_adapters_with_one_score_start_both_and_the_texts_score_starts_one(base,
 
 
 def test_texts_are_compressed_for_questions_unless_they_are_to_be_rebuilt(folder):
-    dodo = Dodo.from_pretrained(folder)
-    both = {use: dodo.compress(TEXT, ratio=4, use=use).indices.tolist() for use in ("text", "questions")}
+    made = Dodo.from_pretrained(folder)
+    both = {use: made.compress(TEXT, ratio=4, use=use).indices.tolist() for use in ("text", "questions")}
     assert both["text"] != both["questions"]
-    assert dodo.compress(TEXT, ratio=4).indices.tolist() == both["questions"]
+    assert made.compress(TEXT, ratio=4).indices.tolist() == both["questions"]
     for use, places in both.items():
-        seen = inspect_text(dodo, TEXT, ratio=4, use=use)
+        seen = inspect_text(made, TEXT, ratio=4, use=use)
         assert [token.index for token in seen.tokens if token.selected] == places[0]
-        held = make_method("dodo", dodo, 4.0, use=use).read([TEXT])
+        held = make_method("dodo", made, 4.0, use=use).read([TEXT])
         assert held.what.indices.tolist() == places
-    strides = [make_method("stride", dodo, 4.0, use=use).read([TEXT]).what.indices.tolist() for use in ("text", "questions")]
+    strides = [make_method("stride", made, 4.0, use=use).read([TEXT]).what.indices.tolist() for use in ("text", "questions")]
     assert strides[0] == strides[1]
     assert {name: task.use for name, task in TASKS.items()} == {
         "autoencoding": "text",
@@ -134,11 +137,40 @@ def test_texts_are_compressed_for_questions_unless_they_are_to_be_rebuilt(folder
 
 
 def test_the_second_output_is_counted(folder):
-    dodo = Dodo.from_pretrained(folder)
-    shape = dodo.compressor.base.config
+    made = Dodo.from_pretrained(folder)
+    shape = made.compressor.base.config
     counts = [
         {row.module: row.count for row in parameters_of_config(shape, name="base", settings=settings)}
-        for settings in (dataclasses.replace(dodo.config, scores_by_use=False), dodo.config)
+        for settings in (dataclasses.replace(made.config, scores_by_use=False), made.config)
     ]
     differing = {name: counts[1][name] - count for name, count in counts[0].items() if counts[1][name] != count}
     assert set(differing.values()) == {33}
+
+
+def test_the_command_line_compresses_for_either_use(folder, tmp_path, monkeypatch):
+    document = tmp_path / "dodo.txt"
+    document.write_text(TEXT, encoding="utf-8")
+    loaded = Dodo.from_pretrained(folder)
+    wanted = {use: loaded.compress(TEXT, ratio=4, use=use).indices.tolist() for use in ("text", "questions")}
+    for flags, use in (([], "questions"), (["--for", "questions"], "questions"), (["--for", "text"], "text")):
+        out = tmp_path / "made.nuggets"
+        result = CliRunner().invoke(
+            dodo, ["compress", str(document), "-o", str(out), "-r", "4", "--model", str(folder), "--force", *flags]
+        )
+        assert result.exit_code == 0, result.output
+        assert Nuggets.load(out).indices.tolist() == wanted[use]
+    shown = {
+        use: CliRunner().invoke(dodo, ["inspect", str(document), "-r", "4", "--model", str(folder), "--for", use, "--json"])
+        for use in wanted
+    }
+    for use, result in shown.items():
+        found = [token["index"] for token in json.loads(result.stdout)["tokens"] if token["selected"]]
+        assert found == wanted[use][0]
+
+    asked: list[str] = []
+    compress = Dodo.compress
+    monkeypatch.setattr(Dodo, "compress", lambda *a, **k: asked.append(k["use"]) or compress(*a, **k))
+    for arguments in (["reconstruct", str(document)], ["ask", str(document), "Who?"]):
+        result = CliRunner().invoke(dodo, [*arguments, "-r", "4", "--model", str(folder), "--max-new-tokens", "2"])
+        assert result.exit_code == 0, result.output
+    assert asked == ["text", "questions"]
