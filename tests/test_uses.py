@@ -14,7 +14,7 @@ from dodo.config import CONFIG_FILE, DodoConfig
 from dodo.data.batches import Batch
 from dodo.errors import InputError
 from dodo.evaluation.methods import make_method
-from dodo.evaluation.run import TASKS
+from dodo.evaluation.run import TASKS, evaluate
 from dodo.inspection import inspect_text
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
@@ -174,3 +174,15 @@ def test_the_command_line_compresses_for_either_use(folder, tmp_path, monkeypatc
         result = CliRunner().invoke(dodo, [*arguments, "-r", "4", "--model", str(folder), "--max-new-tokens", "2"])
         assert result.exit_code == 0, result.output
     assert asked == ["text", "questions"]
+
+
+def test_records_say_what_was_compressed_for(base, folder, tmp_path):
+    data = tmp_path / "questions.jsonl"
+    data.write_text(json.dumps({"context": TEXT, "question": "Who?", "answers": ["Sailors"], "text": TEXT}), encoding="utf-8")
+    common = {"method": "dodo", "ratio": 4.0, "sources": [str(data)]}
+    made = Dodo.from_pretrained(folder)
+    for task, use, more in (("squad", "questions", {}), ("autoencoding", "text", {"lengths": [20]})):
+        record = evaluate(made, task, **common, **more, out=tmp_path / f"{task}.json")
+        assert record["settings"]["compressed for"] == use
+    record = evaluate(Dodo.from_pretrained(base), "squad", **common, out=tmp_path / "one.json")
+    assert "compressed for" not in record["settings"]

@@ -26,6 +26,7 @@ from dodo.evaluation.methods import Compressed, Held
 from dodo.evaluation.peers import Peer
 from dodo.evaluation.tasks import Item, Task
 from dodo.model import Dodo
+from dodo.scorer import Use
 
 __all__ = ["LENGTHS", "Efficiency", "break_even"]
 
@@ -50,6 +51,7 @@ class Efficiency(Task):
     """
 
     name = "efficiency"
+    use: Use = "questions"
 
     def __init__(self, lengths: Sequence[int] = LENGTHS) -> None:
         self.lengths = tuple(lengths)
