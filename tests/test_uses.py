@@ -159,6 +159,13 @@ def test_the_command_line_compresses_for_either_use(folder, tmp_path, monkeypatc
         )
         assert result.exit_code == 0, result.output
         assert Nuggets.load(out).indices.tolist() == wanted[use]
+    corpus = tmp_path / "corpus"
+    common = ["compress-corpus", str(document), str(corpus), "-r", "4", "--model", str(folder)]
+    for flags, uses in (([], ["questions"]), (["--for", "text"], ["questions", "text"])):
+        result = CliRunner().invoke(dodo, [*common, *flags])
+        assert result.exit_code == 0, result.output
+        made = [Nuggets.load(path).indices.tolist() for path in corpus.glob("*.nuggets")]
+        assert sorted(made) == sorted(wanted[use] for use in uses)  # neither takes the other's place
     shown = {
         use: CliRunner().invoke(dodo, ["inspect", str(document), "-r", "4", "--model", str(folder), "--for", use, "--json"])
         for use in wanted

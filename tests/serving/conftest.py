@@ -29,10 +29,10 @@ def tiny_base(*, window: int = 2048) -> tuple[LlamaForCausalLM, PreTrainedTokeni
     return model, tokenizer
 
 
-def tiny_dodo(*, seed: int = 0, window: int = 2048) -> Dodo:
+def tiny_dodo(*, seed: int = 0, window: int = 2048, **config: object) -> Dodo:
     """The same with adapters that do something."""
     model, tokenizer = tiny_base(window=window)
-    dodo = Dodo.from_model(model, tokenizer, small_config(keep_first=True, ratio=4.0))
+    dodo = Dodo.from_model(model, tokenizer, small_config(keep_first=True, ratio=4.0, **config))
     stir(dodo.compressor, seed=seed)
     dodo.stamp()
     return dodo

@@ -3,6 +3,7 @@
 import pytest
 
 from dodo.inspection import inspect_text
+from dodo.nuggets import Nuggets
 from tests.serving.conftest import MODEL, tiny_dodo
 from tests.serving.test_app import TEXT, events, kept
 
@@ -42,12 +43,29 @@ def test_spans_are_the_text_with_the_scores_and_shades_of_an_inspection(client, 
 
 def test_a_text_is_scored_once_for_all_ratios_and_kept_nowhere(client, served, monkeypatch):
     asked, score, scored = client(), served.compressor.score, []
-    monkeypatch.setattr(served.compressor, "score", lambda ids: scored.append(1) or score(ids))
+    monkeypatch.setattr(served.compressor, "score", lambda ids, use: scored.append(1) or score(ids, use))
     seen = [inspected(asked, ratio=ratio, spans=False) for ratio in (2, 3, 5)]
     assert len(scored) == 1
     assert [one["k"] for one in seen] == sorted({one["k"] for one in seen}, reverse=True)
     assert all(one["spans"] is None for one in seen)
     assert asked.get("/v1/contexts").json()["data"] == []
+
+
+def test_a_text_is_seen_and_kept_for_either_use(client, tmp_path):
+    dodo = tiny_dodo(scores_by_use=True)
+    wanted = {use: dodo.compress(TEXT, ratio=5, use=use).indices[0].tolist() for use in ("questions", "text")}
+    assert wanted["questions"] != wanted["text"]
+    asked = client(dodo)
+    for more, use in (({}, "questions"), ({"use": "questions"}, "questions"), ({"use": "text"}, "text")):
+        assert inspected(asked, ratio=5, **more)["selected"] == wanted[use]
+        made = kept(asked, ratio=5, **more)
+        (tmp_path / "a.nuggets").write_bytes(asked.get(f"/v1/contexts/{made['id']}/nuggets").content)
+        assert Nuggets.load(tmp_path / "a.nuggets").indices[0].tolist() == wanted[use]
+    data = {"file": ("a.nuggets", (tmp_path / "a.nuggets").read_bytes())}
+    refused = asked.post("/v1/contexts", files=data, data={"use": "text"})
+    assert refused.status_code == 400
+    assert "leave ratio, nuggets and use out" in refused.json()["error"]["message"]
+    assert asked.post(INSPECT, json={"text": TEXT, "use": "fun"}).status_code == 422
 
 
 def test_of_a_file_the_text_is_said_too(client):

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from dodo.cli.compress import STORAGE
-from dodo.cli.options import check_device, check_selection, json_option, model_options, selection_options, size
+from dodo.cli.options import check_device, check_selection, json_option, model_options, selection_options, size, use_option
 from dodo.cli.terminal import counter, echo_json, silence_libraries, table, warn
 from dodo.errors import DodoError
 
@@ -29,6 +29,7 @@ an interruption, or when documents were added: what is done is skipped.
 @click.argument("source", metavar="INPUT", type=click.Path(exists=True, path_type=Path))
 @click.argument("out", metavar="OUT", type=click.Path(file_okay=False, path_type=Path))
 @selection_options
+@use_option
 @model_options
 @click.option("--storage", type=click.Choice(STORAGE), help="Type of the states in the files. [default: the model's]")
 @click.option(
@@ -43,6 +44,7 @@ def command(
     out: Path,
     ratio: float | None,
     nuggets: int | None,
+    use: Any,
     model: str,
     device: str | None,
     dtype: str,
@@ -68,7 +70,7 @@ def command(
         check_device(device)
     from dodo.corpus.work import Settings
 
-    settings = Settings(model, device=device, dtype=dtype, ratio=ratio, nuggets=nuggets, storage=storage)
+    settings = Settings(model, device=device, dtype=dtype, ratio=ratio, nuggets=nuggets, use=use, storage=storage)
     began = time.perf_counter()
     with counter("documents") as show:
         more: dict[str, Any] = {

@@ -6,7 +6,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dodo.errors import DodoWarning
 
@@ -22,6 +22,7 @@ class Settings:
 
     model, device, dtype: as `Dodo.from_pretrained` takes them; dtype by name.
     ratio: tokens per nugget; or nuggets: their number; neither: the model's own ratio.
+    use: what they are compressed for.
     storage: type of keys and values in the files; None keeps the model's.
     """
 
@@ -30,12 +31,14 @@ class Settings:
     dtype: str = "auto"
     ratio: float | None = None
     nuggets: int | None = None
+    use: Literal["questions", "text"] = "questions"
     storage: Any = None
 
 
 def key_of(text: str, model: str, settings: Settings) -> str:
     """A hash of the text, the model's `fingerprint` and the settings."""
     telling = [text, model, settings.ratio, settings.nuggets, settings.storage, settings.dtype]
+    telling += [] if settings.use == "questions" else [settings.use]
     return hashlib.sha256(json.dumps(telling).encode()).hexdigest()
 
 
@@ -60,7 +63,7 @@ def compress(settings: Settings, threads: int | None, text: str, path: Path) -> 
     dodo = _model(settings, threads)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always", DodoWarning)
-        made = dodo.compress(text, ratio=settings.ratio, nuggets=settings.nuggets)
+        made = dodo.compress(text, ratio=settings.ratio, nuggets=settings.nuggets, use=settings.use)
     made.save(path, storage=settings.storage)
     return {
         "n": int(made.lengths),

@@ -100,8 +100,8 @@ async def _nuggets(service: Service, source: str | File, wanted: ContextRequest,
     if isinstance(source, File):
         report({"stage": "reading", "bytes": len(source.data)})
         if is_nuggets(source.data, source.name):
-            if wanted.ratio is not None or wanted.nuggets is not None:
-                raise ApiError(400, "a nuggets file is compressed already; leave ratio and nuggets out", code="bad_input")
+            if {"ratio", "nuggets", "use"} & wanted.model_fields_set:
+                raise ApiError(400, "a nuggets file is compressed already; leave ratio, nuggets and use out", code="bad_input")
             return await service.intake.file(source.data)
         source = await asyncio.to_thread(source.text)
     tokens = 0
@@ -114,7 +114,8 @@ async def _nuggets(service: Service, source: str | File, wanted: ContextRequest,
     def share(done: float) -> None:
         report({"stage": "compressing", "tokens": tokens, "done": round(done, 3)})
 
-    made = await service.intake.document(source, ratio=wanted.ratio, nuggets=wanted.nuggets, begun=begun, report=share)
+    how: dict[str, Any] = {"ratio": wanted.ratio, "nuggets": wanted.nuggets, "use": wanted.use}
+    made = await service.intake.document(source, **how, begun=begun, report=share)
     service.metrics.compressed.inc(tokens)
     return made
 

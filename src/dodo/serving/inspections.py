@@ -31,7 +31,7 @@ async def inspect(request: Request, service: Asked) -> Response:
     async def work() -> str:
         async with asyncio.timeout(service.settings.timeout):
             text = await asyncio.to_thread(_text, source)
-            scored = await service.intake.scored(text)
+            scored = await service.intake.scored(text, wanted.use)
 
         def select() -> str:
             seen = inspect_scores(service.dodo, scored.placed, scored.scores, ratio=wanted.ratio, nuggets=wanted.nuggets)

@@ -13,6 +13,7 @@ from dodo.errors import FingerprintMismatch, InputError, NuggetsFileError, Queue
 from dodo.inspection import Placed
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
+from dodo.scorer import Use
 from dodo.serving.engine import Engine
 from dodo.serving.held import Held
 from dodo.serving.progress import reporting
@@ -73,6 +74,7 @@ class Intake:
         *,
         ratio: float | None = None,
         nuggets: int | None = None,
+        use: Use = "questions",
         begun: Callable[[int], None] = lambda tokens: None,
         report: Callable[[float], None] = lambda share: None,
     ) -> Nuggets:
@@ -80,7 +82,7 @@ class Intake:
 
         Args:
             text: not only white space.
-            ratio, nuggets: see `Dodo.compress`.
+            ratio, nuggets, use: see `Dodo.compress`.
             begun: told the number of tokens, when they are known.
             report: told the share that is done; called on the model's thread.
 
@@ -95,18 +97,18 @@ class Intake:
 
         def compress() -> Nuggets:
             with reporting(self._dodo.compressor, len(ids), report):
-                return self._dodo.compress_ids([ids], ratio=ratio, nuggets=nuggets).to(device="cpu")
+                return self._dodo.compress_ids([ids], ratio=ratio, nuggets=nuggets, use=use).to(device="cpu")
 
         return await self._run(compress)
 
-    async def scored(self, text: str) -> Scored:
+    async def scored(self, text: str, use: Use = "questions") -> Scored:
         """A text's tokens and what the scorer thinks of each. Asked again for a text it has seen lately, it knows.
 
         Raises:
             InputError: an empty text, or a tokenizer that can't say where its tokens stand.
             TooLong, QueueFull: see `document`.
         """
-        key = hashlib.sha256(text.encode()).hexdigest()
+        key = f"{use} {hashlib.sha256(text.encode()).hexdigest()}"
         if (known := self._scored.get(key)) is not None:
             return known
         placed = await asyncio.to_thread(self._prompting.placed, _filled(text))
@@ -115,7 +117,7 @@ class Intake:
         def score() -> Tensor:
             with torch.no_grad():
                 ids = torch.tensor([placed.ids], device=self._dodo.device)
-                return self._dodo.compressor.score(ids, "questions")[0].cpu()
+                return self._dodo.compressor.score(ids, use)[0].cpu()
 
         made = Scored(placed, await self._run(score))
         self._scored.put(key, made, size=_TOKEN_BYTES * len(placed.ids))

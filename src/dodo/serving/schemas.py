@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from dodo.scorer import Use
 from dodo.serving.store import Context
 
 __all__ = [
@@ -36,11 +37,15 @@ class _Asked(BaseModel):
 
 
 class DocumentRequest(_Asked):
-    """A text, and how much of it to keep. Neither ratio nor nuggets: the model's ratio."""
+    """A text, how much of it to keep, and for what. Neither ratio nor nuggets: the model's ratio.
+
+    use: for questions about the text, or to rebuild it; of no effect where the model's scorer does not tell.
+    """
 
     text: str
     ratio: Ratio | None = None
     nuggets: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    use: Use = "questions"
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
