@@ -97,7 +97,7 @@ def test_memory_tokens_are_those_of_the_start_if_it_has_any(recipe_file: Path, t
 
 
 @pytest.mark.parametrize(
-    "setting", ["mixture.distillation=1.0", "mixture.autoregressive=1.0", "selection.warm_start=3", "selection.asked_start=3"]
+    "setting", ["mixture.distillation=1.0", "mixture.autoregressive=1.0", "selection.warm_start=3", "selection.cost_start=3"]
 )
 def test_what_it_can_not_be_is_refused(recipe_file: Path, setting: str) -> None:  # noqa: F811
     with pytest.raises(InputError, match="no language model and has no scorer"):

@@ -56,6 +56,7 @@ def test_a_recipe_trains_it(recipe_file: Path, tmp_path: Path) -> None:  # noqa:
         ("mixture.ratio={low: 2.5, mode: 2.5, high: 2.5}", "whole number"),
         ("mixture.question=1.0", "one objective"),
         ("selection.warm_start=3", "no scorer"),
+        ("selection.cost_start=3", "no scorer"),
         ("selection.asked_start=3", "no scorer"),
         ("model=averaging", "none of dodo, compressive"),
     ],

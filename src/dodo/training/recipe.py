@@ -213,7 +213,7 @@ class Recipe:
             self._check_compressive()
         if self.model == "icae" and (self.mixture.autoregressive or self.mixture.distillation or self.selection.lessons):
             raise InputError(
-                "ICAE is no language model and has no scorer: autoregressive, distillation, warm_start and asked_start are 0"
+                "ICAE is no language model and has no scorer: autoregressive, distillation and its lessons (*_start) are 0"
             )
 
     def _check_compressive(self) -> None:
@@ -223,7 +223,7 @@ class Recipe:
                 "mixture.ratio: the compressive model averages a fixed whole number of tokens: low, mode and high alike"
             )
         if any(getattr(self.mixture, name) for name in others) or self.selection.lessons:
-            names = ", ".join([*others, "warm_start"])
+            names = ", ".join([*others, "warm_start", "cost_start"])
             raise InputError(f"the compressive model has no scorer and one objective: {names} and asked_start are 0")
 
     def as_dict(self) -> dict[str, Any]:
