@@ -136,6 +136,12 @@ def test_texts_are_compressed_for_questions_unless_they_are_to_be_rebuilt(folder
     }
 
 
+def test_another_use_is_refused_whatever_the_scorer(base, folder):
+    for name in (base, folder):
+        with pytest.raises(InputError, match="texts are compressed for 'text' or 'questions', not for 'fun'"):
+            Dodo.from_pretrained(name).compress(TEXT, ratio=4, use="fun")
+
+
 def test_the_second_output_is_counted(folder):
     made = Dodo.from_pretrained(folder)
     shape = made.compressor.base.config

@@ -12,6 +12,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from dodo.errors import InputError
+
 __all__ = ["Scorer", "Use"]
 
 Use = Literal["text", "questions"]
@@ -48,7 +50,12 @@ class Scorer(nn.Module):
 
         Returns:
             fp32 [...], one score per token.
+
+        Raises:
+            InputError: no such use.
         """
+        if use not in get_args(Use):
+            raise InputError(f"texts are compressed for {' or '.join(map(repr, get_args(Use)))}, not for {use!r}")
         features = nn.functional.rms_norm(features.to(self.hidden.weight.dtype), features.shape[-1:])
         hidden = torch.relu(self.hidden(features))
         return self.output(hidden)[..., get_args(Use).index(use) if self.by_use else 0]

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 TEMPER = 0.5
-"""Of coverage: a token's cost grows less than the surprisal that scores are first fitted to."""
+"""Of coverage: what a lost token costs is exp(TEMPER s). It grows less than the surprisal that scores are first fitted to."""
 NEAR = 0.05
 """Of coverage: the share that is lost of a token beside a nugget."""
 WIDEST = 4

@@ -86,14 +86,14 @@ def cost_of_loss(compressor: Compressor, batch: Batch, rng: np.random.Generator)
     at_random = torch.from_numpy(rng.random(documents.shape)).to(documents.device)
     nuggets = compressor.encode(documents, real, ratio=float(rng.uniform(1, 2)) * reach, select_by=at_random)
     states = compressor.decode(nuggets, batch.decoder, batch.decoder_mask, soft_token=True, states=True)
-    head = [
+    each = [
         torch.nn.functional.cross_entropy(logits_of(compressor.base, row[:-1]).float(), wanted[:-1], reduction="none")
         for row, wanted in zip(states, batch.targets, strict=True)
     ]
     losses = torch.zeros(documents.shape, device=documents.device)
     shares = torch.zeros_like(losses)
     first = documents.shape[1] - batch.decoder.shape[1]  # 1 behind a BOS token
-    for row, loss in enumerate(head):
+    for row, loss in enumerate(each):
         losses[row, first:] = loss
         places = nuggets.indices[row][nuggets.mask[row]].cpu().numpy()
         tokens = np.arange(first, documents.shape[1])
