@@ -3,16 +3,19 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from dodo.cli import dodo
 from dodo.compressor import Compressor
 from dodo.config import CONFIG_FILE, DodoConfig
 from dodo.data.batches import Batch
-from dodo.errors import InputError
+from dodo.errors import InputError, NuggetsFileError
 from dodo.evaluation.methods import make_method
 from dodo.evaluation.run import TASKS, evaluate
 from dodo.inspection import inspect_text
@@ -199,3 +202,62 @@ def test_records_say_what_was_compressed_for(base, folder, tmp_path):
         assert record["settings"]["compressed for"] == use
     record = evaluate(Dodo.from_pretrained(base), "squad", **common, out=tmp_path / "one.json")
     assert "compressed for" not in record["settings"]
+
+
+def test_nuggets_say_what_they_were_chosen_for(compressor, pair, tmp_path):
+    ids = tokens(1, 30)
+    text, asked = (compressor.encode(ids, ratio=4, use=use) for use in ("text", "questions"))
+    assert (text.use, asked.use) == ("text", "questions")
+    long = compressor.encode(ids, ratio=4, use="questions", segment=12)
+    assert long.use == "questions"
+    given = compressor.encode(ids, ratio=4, use="questions", scores=torch.randn(1, 30))
+    by_hand = compressor.encode(ids, ratio=4, use="questions", select_by=torch.rand(1, 30))
+    one_score = pair().compressor.encode(ids, ratio=4, use="questions")
+    assert {given.use, by_hand.use, one_score.use} == {None}
+
+    for join in (Nuggets.stack, Nuggets.cat):
+        assert (join([asked, asked]).use, join([asked, text]).use) == ("questions", None)
+    assert Nuggets.stack([asked, asked])[1].use == "questions"
+
+    asked.save(tmp_path / "asked.nuggets")
+    assert Nuggets.load(tmp_path / "asked.nuggets").use == "questions"
+
+
+def _with_header(path: Path, change) -> Path:
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        header = json.loads(file.metadata()["dodo_nuggets"])
+    change(header)
+    save_file(tensors, path, metadata={"dodo_nuggets": json.dumps(header)})
+    return path
+
+
+def test_files_of_before_say_nothing_of_use_and_others_nothing_unknown(compressor, tmp_path):
+    path = tmp_path / "asked.nuggets"
+    compressor.encode(tokens(1, 30), ratio=4, use="questions").save(path)
+    assert Nuggets.load(_with_header(path, lambda header: header.pop("use"))).use is None
+    with pytest.raises(NuggetsFileError, match="is damaged: .*it says that it was compressed for 'fun'"):
+        Nuggets.load(_with_header(path, lambda header: header.update(use="fun")))
+
+
+def test_the_command_line_says_so_where_nuggets_were_chosen_for_something_else(folder, base, tmp_path):
+    document, made = tmp_path / "dodo.txt", tmp_path / "made.nuggets"
+    document.write_text(TEXT, encoding="utf-8")
+
+    def run(*arguments: str, model: Path = folder) -> Any:
+        result = CliRunner().invoke(dodo, [*arguments, "--model", str(model)])
+        assert result.exit_code == 0, result.output
+        return result
+
+    shown = run("compress", str(document), "-o", str(made), "-r", "4", "--for", "text")
+    assert "compressed for  the text itself, to rebuild it" in shown.stdout
+    asked = run("ask", str(made), "Who?", "--max-new-tokens", "2")
+    assert (
+        "chosen for the text itself, to rebuild it; for questions about the text, compress with --for questions" in asked.stderr
+    )
+    told = run("ask", str(made), "Who?", "--max-new-tokens", "2", "--json")
+    assert json.loads(told.stdout)["compressed_for"] == "text"
+    assert "chosen for" not in run("reconstruct", str(made), "--max-new-tokens", "2").stderr
+    plain = run("compress", str(document), "-o", str(made), "-r", "4", "--force", "--json", model=base)
+    assert json.loads(plain.stdout)["compressed_for"] is None
+    assert "chosen for" not in run("ask", str(made), "Who?", "--max-new-tokens", "2", model=base).stderr

@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from dodo.adapters import PHI, THETA, Adapters
 from dodo.architecture import FeatureLayers, backbone, copy_before_head, device_of, layer_windows, rotary_of, window_of
 from dodo.attention import AllKept, OnePassCache, attention_masks, cache_argument, check_gradient_backend
-from dodo.config import DodoConfig
+from dodo.config import DodoConfig, Use
 from dodo.errors import InputError, WindowError
 from dodo.memory import MemoryTokens
 from dodo.nuggets import Fingerprint, Nuggets
-from dodo.scorer import Scorer, Use
+from dodo.scorer import Scorer
 from dodo.selection import Selection, count_nuggets, prefer_covering, prefer_dense, select_top_k
 
 __all__ = ["Compressor"]
@@ -126,6 +126,7 @@ class Compressor(nn.Module):
         if ratio is None and nuggets is None:
             ratio = self.config.ratio
         input_ids, real, order = _right_padded(input_ids, attention_mask)
+        chosen_for = use if self.scorer.by_use and scores is None and select_by is None else None
         if scores is None:
             scores = self.score(input_ids, use)
         elif order is not None:
@@ -150,6 +151,7 @@ class Compressor(nn.Module):
             "sinks": sinks,
             "scheme": "original",
             "ratio": None if ratio is None else float(ratio),
+            "use": chosen_for,
             "rotary": self.rotary,
             "fingerprint": self.fingerprint,
         }

@@ -13,9 +13,11 @@ from typing import Any, Literal
 
 from dodo.errors import InputError
 
-__all__ = ["CONFIG_FILE", "DodoConfig", "LoraSettings", "PositionScheme", "read_versioned"]
+__all__ = ["CONFIG_FILE", "DodoConfig", "LoraSettings", "PositionScheme", "Use", "read_versioned"]
 
 PositionScheme = Literal["original", "compact"]
+Use = Literal["text", "questions"]
+"""What nuggets are for: the text itself, or questions about it."""
 
 CONFIG_FILE = "dodo_config.json"
 CONFIG_VERSION = 1

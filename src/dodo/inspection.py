@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dodo.config import Use
 from dodo.errors import InputError
-from dodo.scorer import Use
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -28,12 +28,11 @@ from dodo.architecture import device_of, key_shape
 from dodo.autoregressive import Autoregressive
 from dodo.base import LoadedBase, load_base
 from dodo.compressor import Compressor
-from dodo.config import CONFIG_FILE, DodoConfig
+from dodo.config import CONFIG_FILE, DodoConfig, Use
 from dodo.errors import DodoWarning, FingerprintMismatch, InputError
 from dodo.generation import generate_ids, pad_rows
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.prompts import question_prompt
-from dodo.scorer import Use
 from dodo.streaming import StreamingCache
 from dodo.thresholds import Pace, Thresholds
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dodo.config import PositionScheme
+from dodo.config import PositionScheme, Use
 from dodo.errors import FingerprintMismatch, InputError
 from dodo.rotary import Rotary
 
@@ -60,6 +60,7 @@ class Nuggets:
     sinks: int64 [B], how many of each text's states are kept first tokens, beyond the k nuggets.
     scheme: how `positions` were given.
     ratio: the ratio that was asked for, or None if a number was.
+    use: what the scorer chose them for; None if one score serves all uses, or it did not choose them.
     """
 
     keys: Tensor
@@ -76,6 +77,7 @@ class Nuggets:
     ratio: float | None
     rotary: Rotary
     fingerprint: Fingerprint
+    use: Use | None = None
 
     def __repr__(self) -> str:
         n, k = self.lengths.tolist(), self.k.tolist()
@@ -203,8 +205,7 @@ class Nuggets:
         joined: dict[str, Any] = {name: torch.cat([_pad(getattr(p, name), 1, longest) for p in parts]) for name in _PER_STATE}
         joined |= {name: torch.cat([getattr(p, name) for p in parts]) for name in _PER_TEXT}
         joined |= {name: torch.cat([_pad(getattr(p, name), 3, longest) for p in parts], dim=1) for name in ("keys", "values")}
-        ratio = first.ratio if all(part.ratio == first.ratio for part in parts) else None
-        return dataclasses.replace(first, ratio=ratio, **joined)
+        return dataclasses.replace(first, **_asked(parts), **joined)
 
     @classmethod
     def cat(cls, parts: Sequence["Nuggets"]) -> "Nuggets":
@@ -229,12 +230,7 @@ class Nuggets:
         joined: dict[str, Any] = {name: torch.cat([getattr(p, name) for p in moved], dim=1) for name in _PER_STATE}
         joined |= {name: torch.cat([getattr(p, name) for p in moved], dim=3) for name in ("keys", "values")}
         joined |= {name: torch.stack([getattr(p, name) for p in moved]).sum(0) for name in ("lengths", "sinks")}
-        return dataclasses.replace(
-            first,
-            **joined,
-            next_positions=moved[-1].next_positions,
-            ratio=first.ratio if all(part.ratio == first.ratio for part in parts) else None,
-        )
+        return dataclasses.replace(first, **joined, **_asked(parts), next_positions=moved[-1].next_positions)
 
     # -- files
 
@@ -259,6 +255,11 @@ _PER_TEXT = ("lengths", "next_positions", "sinks")
 def _extent(part: Nuggets) -> int:
     """Positions that one text takes: its tokens in the original scheme, its states in the compact one."""
     return part._tokens if part.scheme == "original" else int(part.states)
+
+
+def _asked(parts: Sequence[Nuggets]) -> dict[str, Any]:
+    """Ratio and use that all parts have, None where they differ."""
+    return {name: found.pop() if len(found := {getattr(p, name) for p in parts}) == 1 else None for name in ("ratio", "use")}
 
 
 def _agreeing(parts: Sequence[Nuggets], verb: str, *, names: tuple[str, ...]) -> Nuggets:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dodo.config import PositionScheme
+from dodo.config import PositionScheme, Use
 from dodo.errors import InputError, NuggetsFileError
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.rotary import Rotary
@@ -61,6 +61,7 @@ def save(nuggets: Nuggets, path: str | Path, *, storage: StorageType | None = No
         "n": here.lengths.tolist(),
         "k": here.k.tolist(),
         "ratio": here.ratio,
+        **({"use": here.use} if here.use else {}),
         "scheme": here.scheme,
         "rotary_layers": list(here.rotary.layers),
         "fingerprint": vars(here.fingerprint),
@@ -102,6 +103,8 @@ def load(path: str | Path) -> Nuggets:
 
 def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> Nuggets:
     dtype = _dtype(header["dtype"])
+    if header.get("use") not in (None, *get_args(Use)):
+        raise ValueError(f"it says that it was compressed for {header['use']!r}")
     if header["scheme"] not in get_args(PositionScheme) or tensors["keys"].dtype != _dtype(header["storage"]):
         raise ValueError("its header does not describe its contents")
     rotations = [tensors[f"rotary.{i}"] for i in range(sum(name.startswith("rotary.") for name in tensors))]
@@ -113,6 +116,7 @@ def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> Nuggets:
         mask=tensors["mask"],
         scheme=header["scheme"],
         ratio=header["ratio"],
+        use=header.get("use"),
         rotary=Rotary(frequencies=tuple(rotations), layers=tuple(header["rotary_layers"])),
         fingerprint=Fingerprint(**header["fingerprint"]),
     )

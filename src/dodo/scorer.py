@@ -7,17 +7,15 @@ Beyond the paper a scorer can have two outputs, one for each use of a text: what
 questions about it ask for.
 """
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
+from dodo.config import Use
 from dodo.errors import InputError
 
-__all__ = ["Scorer", "Use"]
-
-Use = Literal["text", "questions"]
-"""What nuggets are for: the text itself, or questions about it."""
+__all__ = ["Scorer"]
 
 
 class Scorer(nn.Module):

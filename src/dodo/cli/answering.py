@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dodo.cli.options import Sampling, adapters_state, load_model, load_nuggets, note_fresh
+from dodo.cli.options import FOR, Sampling, adapters_state, load_model, load_nuggets, note_fresh
 from dodo.cli.sources import Source
 from dodo.cli.terminal import echo_json, note, reporter
 from dodo.errors import WindowError
 
 if TYPE_CHECKING:
+    from dodo.config import Use
     from dodo.model import Dodo
     from dodo.nuggets import Nuggets
-    from dodo.scorer import Use
 
 __all__ = ["run"]
 
@@ -45,7 +45,7 @@ def run(
         key: of the text in the JSON.
         prompt: what the model is told after the nuggets; None asks for reconstruction.
         details: more of the JSON.
-        use: what a text is compressed for.
+        use: what a text is compressed for; nuggets that were chosen for another give a note.
         trust: use nuggets of another fingerprint.
 
     Other arguments are the flags.
@@ -56,6 +56,8 @@ def run(
         if isinstance(source, str):
             report("compressing the text first", 0, 0)
         made, before = load_nuggets(dodo, source, ratio=ratio, nuggets=nuggets, use=use, trust=trust)
+    if made.use not in (None, use):
+        note(f"these nuggets were chosen for {FOR[made.use]}; for {FOR[use]}, compress with --for {use}")
     began = time.perf_counter()
     first: float | None = None
     pieces = []
@@ -84,6 +86,7 @@ def run(
                 "k": int(made.k),
                 "states": int(made.states),
                 "ratio_achieved": made.achieved_ratio,
+                "compressed_for": made.use,
                 "seed": sampling.seed,
                 "seconds": {what: round(value, 4) for what, value in seconds.items()},
             }

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from dodo.cli.options import (
+    FOR,
     adapters_state,
     check_selection,
     json_option,
@@ -104,6 +105,7 @@ def command(
         "states": int(made.states),
         "ratio_asked": made.ratio,
         "ratio_achieved": made.achieved_ratio,
+        "compressed_for": made.use,
         "positions": made.scheme,
         "storage": storage or str(made.dtype).removeprefix("torch."),
         "bytes_held": made.nbytes,
@@ -119,6 +121,7 @@ def command(
     outside = f"loading the model took {seconds['load']:.2f}, writing the file {seconds['write']:.2f}"
     rows = [
         ("nuggets file", str(output)),
+        *([("compressed for", FOR[made.use])] if made.use else []),
         ("n, tokens", f"{result['n']:,}"),
         ("k, nuggets", f"{result['k']:,}"),
         ("states held", f"{result['states']:,}" + (" (the nuggets and the first token)" if int(made.sinks) else "")),

@@ -14,13 +14,14 @@ from dodo.cli.terminal import note, reporter, silence_libraries
 from dodo.errors import FingerprintMismatch, InputError
 
 if TYPE_CHECKING:
+    from dodo.config import Use
     from dodo.model import Dodo
     from dodo.nuggets import Nuggets
-    from dodo.scorer import Use
 
 __all__ = [
     "DEFAULT_LANGUAGE_MODEL",
     "DEFAULT_MODEL",
+    "FOR",
     "Sampling",
     "adapters_state",
     "check_device",
@@ -168,6 +169,9 @@ class Sampling:
             torch.manual_seed(self.seed)
         return {"do_sample": True, "temperature": self.temperature or 1.0, "top_p": self.top_p or 1.0, "top_k": 0}
 
+
+FOR: dict["Use", str] = {"questions": "questions about the text", "text": "the text itself, to rebuild it"}
+"""What nuggets are for, in words."""
 
 use_option = click.option(
     "--for",

@@ -20,13 +20,13 @@ from transformers import DynamicCache
 from dodo import prompts
 from dodo.attention import cache_argument
 from dodo.autoregressive import held_bytes
+from dodo.config import Use
 from dodo.data.reading import read_records, resolve, text_field
 from dodo.errors import InputError
 from dodo.evaluation.methods import Compressed, Held
 from dodo.evaluation.peers import Peer
 from dodo.evaluation.tasks import Item, Task
 from dodo.model import Dodo
-from dodo.scorer import Use
 
 __all__ = ["LENGTHS", "Efficiency", "break_even"]
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from dodo.architecture import logits_of
+from dodo.config import Use
 from dodo.errors import InputError
 from dodo.generation import pad_rows
 from dodo.icae import Icae
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
 from dodo.prompts import SHORTEN, chat_turn
-from dodo.scorer import Use
 from dodo.selection import count_nuggets, stride
 
 __all__ = ["METHODS", "Compressed", "Held", "Memorized", "Method", "Summarized", "Whole", "make_method", "own_ids"]

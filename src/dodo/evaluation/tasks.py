@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from dodo.config import Use
 from dodo.data.reading import read_records, resolve, text_field
 from dodo.errors import InputError
 from dodo.evaluation.methods import Method
 from dodo.evaluation.scoring import contains_answer, corpus_bleu, perplexity, rouge, sentence_bleu, share_error, share_rebuilt
 from dodo.prompts import QUESTION, SUMMARY
-from dodo.scorer import Use
 
 __all__ = [
     "LENGTHS",

@@ -9,11 +9,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from dodo.config import Use
 from dodo.errors import FingerprintMismatch, InputError, NuggetsFileError, QueueFull
 from dodo.inspection import Placed
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
-from dodo.scorer import Use
 from dodo.serving.engine import Engine
 from dodo.serving.held import Held
 from dodo.serving.progress import reporting

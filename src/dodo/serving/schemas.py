@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from dodo.scorer import Use
+from dodo.config import Use
 from dodo.serving.store import Context
 
 __all__ = [

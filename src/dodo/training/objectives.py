@@ -19,10 +19,10 @@ from dodo.architecture import backbone, logits_of
 from dodo.autoregressive import Autoregressive
 from dodo.compressive import Compressive
 from dodo.compressor import Compressor
+from dodo.config import Use
 from dodo.data.batches import Batch
 from dodo.icae import Icae, Memory
 from dodo.nuggets import Nuggets
-from dodo.scorer import Use
 from dodo.selection import every, stride
 from dodo.training.fused import linear_cross_entropy
 
