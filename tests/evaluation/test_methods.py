@@ -86,7 +86,11 @@ def test_icae_holds_as_many_slots_as_dodo_has_nuggets_beside_a_first_token(with_
 def test_icae_answers_and_rebuilds_each_document_from_its_memory(with_memory):
     method, icae = make_method("icae", with_memory, 4.0), Icae(with_memory.compressor)
     held, tokenizer = method.read(DOCUMENTS), with_memory.tokenizer
-    replies, rebuilt, nats = method.reply(held, REQUESTS, max_new_tokens=8), method.rebuild(held), method.nats(held, DOCUMENTS)
+    replies, rebuilt, forced = (
+        method.reply(held, REQUESTS, max_new_tokens=8),
+        method.rebuild(held),
+        method.forced(held, DOCUMENTS),
+    )
     for i, (document, request) in enumerate(zip(DOCUMENTS, REQUESTS, strict=True)):
         ids = torch.tensor([with_memory.document_ids(document)])
         own = tokenizer(document, add_special_tokens=False, return_tensors="pt")["input_ids"]
@@ -99,7 +103,8 @@ def test_icae_answers_and_rebuilds_each_document_from_its_memory(with_memory):
         again = icae.generate_ids(memory, None, max_new_tokens=held.tokens[i] + 1)[0]
         assert rebuilt[i] == tokenizer.decode(again, skip_special_tokens=True)
         wanted = float(torch.nn.functional.cross_entropy(logits, own[0], reduction="sum"))
-        assert nats[i] == (pytest.approx(wanted, rel=1e-4), own.shape[1])
+        right = int((logits.argmax(-1) == own[0]).sum())
+        assert forced[i] == (pytest.approx(wanted, rel=1e-4), own.shape[1], right)
 
 
 def test_icae_needs_adapters_with_memory_tokens_and_selects_nothing(dodo, with_memory):

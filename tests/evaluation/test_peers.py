@@ -79,7 +79,7 @@ def test_what_a_peer_can_not_do_is_refused(dodo, kind):
     with pytest.raises(InputError, match="'kvpress-knorm' can't rebuild"):
         method.rebuild(held)
     with pytest.raises(InputError, match="'kvpress-knorm' can't rebuild"):
-        method.nats(held, DOCUMENTS)
+        method.forced(held, DOCUMENTS)
 
 
 def test_a_missing_environment_is_named(tmp_path, monkeypatch):

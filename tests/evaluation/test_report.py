@@ -25,7 +25,8 @@ def results(tmp_path: Path) -> Path:
     for ratio, right in ((10.0, 0.125), (5.0, 0.25)):
         values = {"n": 8, "accuracy": right, "standard error": 0.0625, "states each": 100 / ratio}
         put(folder, f"squad-r{ratio:g}", "squad", "dodo", ratio, {"all": values})
-    values = {"n": 2, "bleu": 71.594, "bleu standard error": None, "numbers rebuilt": None, "states each": 14.0}
+    values = {"n": 2, "bleu": 71.594, "bleu standard error": None, "token accuracy": 0.875, "states each": 14.0}
+    values |= {"perplexity": 1.25, "perplexity standard error": 0.5, "numbers rebuilt": None}
     put(folder, "ae", "autoencoding", "dodo", 5.0, {"64 tokens": values}, each={"64 tokens": [70.0, 73.5]})
     shares = {"'|': share of nuggets": 0.5, "'|': share of text": 0.25}
     put(folder, "kinds", "delimiters", "dodo", 10.0, {"64 tokens": {"n": 1, "nuggets": 12, **shares}})
@@ -42,7 +43,10 @@ def test_rows_are_the_records_in_order_and_the_papers_stand_below(results: Path,
         "| dodo | 10 | texts.jsonl | all | 8 | 10.0 | 0.125 ± 0.062 |",
     )
     assert 0 < text.index(five) < text.index(ten) < text.index("| LMSumm | 10 | 30.9 |")
-    assert "| dodo | 5 | texts.jsonl | 64 tokens | 2 | 14.0 | 71.59 |  |  |  | tiny | trained 01234567 | abcdef0 |" in text
+    rebuilt = (
+        "| dodo | 5 | texts.jsonl | 64 tokens | 2 | 14.0 | 71.59 | 0.875 | 1.250 ± 0.500 |  |  |  | tiny | trained 01234567 |"
+    )
+    assert f"{rebuilt} abcdef0 |" in text
     assert "benchmark" not in text
 
 

@@ -37,7 +37,7 @@ def test_each_language_has_its_bleu_and_the_perplexity_of_its_texts(
     method = make_method("dodo", dodo, 4.0)
     made = {item.key: row for item, row in zip(items, task.run(method, items), strict=True)}
     found = task.measure(items, made)
-    nats, counted = 0.0, 0
+    nats, counted, right = 0.0, 0, 0
     for item in items[:2]:
         ids = torch.tensor([dodo.tokenizer(item.document, add_special_tokens=False)["input_ids"]])
         assert ids.shape[1] <= 20
@@ -45,7 +45,9 @@ def test_each_language_has_its_bleu_and_the_perplexity_of_its_texts(
             logits = dodo.compressor.decode(dodo.compress(item.document, ratio=4.0), ids[:, :-1], soft_token=True)
         nats += float(torch.nn.functional.cross_entropy(logits[0].float(), ids[0], reduction="sum"))
         counted += ids.shape[1]
+        right += int((logits[0].argmax(-1) == ids[0]).sum())
     assert found["bg"]["perplexity"] == pytest.approx(math.exp(nats / counted), rel=1e-3)
+    assert found["bg"]["token accuracy"] == right / counted
     assert {"n", "bleu", "perplexity"} <= set(found["de"])
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from dodo.nuggets import Nuggets
 from dodo.prompts import SHORTEN, chat_turn
 from dodo.selection import count_nuggets, stride
 
-__all__ = ["METHODS", "Compressed", "Held", "Memorized", "Method", "Summarized", "Whole", "make_method", "own_ids"]
+__all__ = ["METHODS", "Compressed", "Forced", "Held", "Memorized", "Method", "Summarized", "Whole", "make_method", "own_ids"]
 
 Choice = Literal["scorer", "stride", "random"]
 
@@ -41,6 +41,14 @@ class Held:
     tokens: list[int]
     what: Any
     nbytes: int | None = None
+
+
+class Forced(NamedTuple):
+    """A document rebuilt token by token. nats: sum of -log p; tokens: how many; right: how many were the likeliest."""
+
+    nats: float
+    tokens: int
+    right: int
 
 
 class Method(Protocol):
@@ -60,8 +68,8 @@ class Method(Protocol):
         """Each document again, greedily. Raises InputError where the method can't."""
         ...
 
-    def nats(self, held: Held, documents: Sequence[str]) -> list[tuple[float, int]]:
-        """Of each document, rebuilt token by token (teacher-forced), the sum of -log p and the number of its tokens."""
+    def forced(self, held: Held, documents: Sequence[str]) -> list[Forced]:
+        """Each document rebuilt token by token, the tokens before it given. Raises InputError where the method can't."""
         ...
 
     def selected(self, held: Held) -> list[list[int]]:
@@ -112,11 +120,11 @@ class Compressed:
         made = self.dodo.reconstruct(held.what)
         return [made] if isinstance(made, str) else made
 
-    def nats(self, held: Held, documents: Sequence[str]) -> list[tuple[float, int]]:
+    def forced(self, held: Held, documents: Sequence[str]) -> list[Forced]:
         def decode(ids: Tensor, mask: Tensor) -> Tensor:
             return self.dodo.compressor.decode(held.what, ids, mask, soft_token=True, states=True)
 
-        return _rebuilding_nats(self.dodo, documents, decode)
+        return _forced(self.dodo, documents, decode)
 
     def selected(self, held: Held) -> list[list[int]]:
         nuggets: Nuggets = held.what
@@ -161,11 +169,11 @@ class Memorized:
         decode = self.dodo.tokenizer.decode
         return [str(decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)) for ids in rows]
 
-    def nats(self, held: Held, documents: Sequence[str]) -> list[tuple[float, int]]:
+    def forced(self, held: Held, documents: Sequence[str]) -> list[Forced]:
         def decode(ids: Tensor, mask: Tensor) -> Tensor:
             return self.icae.decode(held.what, ids, mask, soft_token=True)
 
-        return _rebuilding_nats(self.dodo, documents, decode)
+        return _forced(self.dodo, documents, decode)
 
     def selected(self, held: Held) -> list[list[int]]:
         raise InputError("method 'icae' selects no tokens")
@@ -175,13 +183,14 @@ class Memorized:
 
 
 @torch.no_grad()
-def _rebuilding_nats(dodo: Dodo, documents: Sequence[str], decode: Callable[[Tensor, Tensor], Tensor]) -> list[tuple[float, int]]:
-    """See `Method.nats`. `decode` takes ids and mask [B, M - 1] and gives states [B, M, d], the soft token's first."""
+def _forced(dodo: Dodo, documents: Sequence[str], decode: Callable[[Tensor, Tensor], Tensor]) -> list[Forced]:
+    """See `Method.forced`. `decode` takes ids and mask [B, M - 1] and gives states [B, M, d], the soft token's first."""
     ids, mask = pad_rows([own_ids(dodo, text) for text in documents], 0, left=False, device=dodo.device)
     found = []
     for row, target, real in zip(decode(ids[:, :-1], mask[:, :-1]), ids, mask.bool(), strict=True):
-        logits = logits_of(dodo.compressor.base, row[real])
-        found.append((float(torch.nn.functional.cross_entropy(logits, target[real], reduction="sum")), int(real.sum())))
+        logits, wanted = logits_of(dodo.compressor.base, row[real]).float(), target[real]
+        nats = float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum"))
+        found.append(Forced(nats, int(real.sum()), int((logits.argmax(-1) == wanted).sum())))
     return found
 
 
@@ -238,7 +247,7 @@ class Whole:
     def rebuild(self, held: Held) -> list[str]:
         raise InputError(f"method {self.name!r} can't rebuild a document: it has no trained way to ask for it")
 
-    def nats(self, held: Held, documents: Sequence[str]) -> list[tuple[float, int]]:
+    def forced(self, held: Held, documents: Sequence[str]) -> list[Forced]:
         raise InputError(f"method {self.name!r} can't rebuild a document: it has no trained way to ask for it")
 
     def selected(self, held: Held) -> list[list[int]]:

@@ -54,8 +54,16 @@ _PEERS = (
 SECTIONS: dict[str, Section] = {
     "autoencoding": Section(
         "Rebuilding texts (Figure 4)",
-        {"BLEU": "bleu", "numbers": "numbers rebuilt", "names": "names rebuilt", "dates": "dates rebuilt"},
-        apart=f"The paper shows a figure, and says 98 at r = 20 for LLaMA-7B. {_SMALL}",
+        {
+            "BLEU": "bleu",
+            "tokens right": "token accuracy",
+            "perplexity": "perplexity",
+            "numbers": "numbers rebuilt",
+            "names": "names rebuilt",
+            "dates": "dates rebuilt",
+        },
+        apart="Tokens right and perplexity are with the tokens before given. The paper shows a figure, and says 98 at r = 20 for "
+        f"LLaMA-7B. {_SMALL}",
     ),
     "multilingual": Section(
         "Other languages (Table 6)",

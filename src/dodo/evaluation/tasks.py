@@ -73,7 +73,8 @@ class Task:
 
 
 class Autoencoding(Task):
-    """Rebuild texts of given lengths in tokens. BLEU by length (Figure 4); numbers, names and dates that came back."""
+    """Rebuild texts of given lengths in tokens. BLEU by length (Figure 4); numbers, names and dates that came back; and, token by
+    token with those before it given, perplexity and the share of tokens right."""
 
     name = "autoencoding"
 
@@ -91,9 +92,20 @@ class Autoencoding(Task):
         return found
 
     def run(self, method: Method, batch: Sequence[Item]) -> list[dict[str, Any]]:
-        held = method.read([item.document for item in batch])
-        made = method.rebuild(held)
-        return [{"text": t, "states": s, "tokens": n} for t, s, n in zip(made, held.states, held.tokens, strict=True)]
+        documents = [item.document for item in batch]
+        held = method.read(documents)
+        found = zip(method.rebuild(held), method.forced(held, documents), held.states, held.tokens, strict=True)
+        return [
+            {
+                "text": text,
+                "nats": forced.nats,
+                "counted": forced.tokens,
+                "right": forced.right,
+                "states": states,
+                "tokens": tokens,
+            }
+            for text, forced, states, tokens in found
+        ]
 
     def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
         return {group: self._group(mine, made) for group, mine in _grouped(items, made)}
@@ -110,7 +122,19 @@ class Autoencoding(Task):
         bleu, error = corpus_bleu(texts, wanted)
         exact = {f"{kind} rebuilt": share for kind, (share, _) in share_rebuilt(texts, wanted).items()}
         counts = {f"{kind} there": count for kind, (_, count) in share_rebuilt(texts, wanted).items()}
-        return {"n": len(items), "bleu": bleu, "bleu standard error": error, **exact, **counts, **_held(items, made)}
+        nats, counted, right = ([made[item.key][name] for item in items] for name in ("nats", "counted", "right"))
+        value, uncertain = perplexity(nats, counted)
+        return {
+            "n": len(items),
+            "bleu": bleu,
+            "bleu standard error": error,
+            "token accuracy": sum(right) / sum(counted),
+            "perplexity": value,
+            "perplexity standard error": uncertain,
+            **exact,
+            **counts,
+            **_held(items, made),
+        }
 
 
 class Multilingual(Autoencoding):
@@ -131,17 +155,6 @@ class Multilingual(Autoencoding):
         if not found:
             raise InputError("there are no documents")
         return found
-
-    def run(self, method: Method, batch: Sequence[Item]) -> list[dict[str, Any]]:
-        held = method.read([item.document for item in batch])
-        made, nats = method.rebuild(held), method.nats(held, [item.document for item in batch])
-        found = zip(made, nats, held.states, held.tokens, strict=True)
-        return [{"text": t, "nats": n, "counted": count, "states": s, "tokens": k} for t, (n, count), s, k in found]
-
-    def _group(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        rows = [made[item.key] for item in items]
-        value, error = perplexity([row["nats"] for row in rows], [row["counted"] for row in rows])
-        return super()._group(items, made) | {"perplexity": value, "perplexity standard error": error}
 
 
 class Delimiters(Autoencoding):
