@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dodo import Dodo
+from dodo.errors import InputError
 from dodo.memory import MemoryTokens
 from tests.cli.tiny import TEXT
 
@@ -185,3 +186,24 @@ def test_data_of_another_task_is_refused_by_name(run, models, texts, questions, 
     assert "no text field 'text'" in run("evaluate", "autoencoding", "--data", questions, *flags).stderr
     assert "can't do autoencoding" in run("evaluate", "autoencoding", "--data", texts, "--method", "full", *flags).stderr
     assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "model"),
+    [
+        ("squad", "smollm2-135m"),
+        ("perplexity", "smollm2-135m-autoregressive"),
+        ("endless", "smollm2-135m-autoregressive"),
+    ],
+)
+def test_each_task_takes_the_adapters_that_were_trained_for_it(task, model, run, texts, monkeypatch):
+    asked: list[str] = []
+
+    def load(name, *_):
+        asked.append(name)
+        raise InputError("no more is wanted")
+
+    monkeypatch.setattr("dodo.cli.evaluate.load_model", load)
+    run("evaluate", task, "--data", texts)
+    run("evaluate", task, "--data", texts, "--model", "mine")
+    assert asked == [model, "mine"]

@@ -7,7 +7,15 @@ from typing import Any
 
 import click
 
-from dodo.cli.options import json_option, load_model, model_options, note_fresh, ratio_value
+from dodo.cli.options import (
+    DEFAULT_LANGUAGE_MODEL,
+    DEFAULT_MODEL,
+    json_option,
+    load_model,
+    model_options_for,
+    note_fresh,
+    ratio_value,
+)
 from dodo.cli.terminal import counter, echo_json, table
 
 __all__ = ["PEERS", "TASKS", "command"]
@@ -96,7 +104,7 @@ Examples:
     help="Python of the peers' environment. [default: $DODO_PEERS_PYTHON, or what make peers made: .venv-peers/bin/python]",
 )
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The record. [default: results/TASK-METHOD-rR.json]")
-@model_options
+@model_options_for(None, shown=f"{DEFAULT_MODEL}; {DEFAULT_LANGUAGE_MODEL} in perplexity and endless")
 @json_option
 def command(
     task: str,
@@ -113,7 +121,7 @@ def command(
     examples: int,
     peers_python: Path | None,
     out: Path | None,
-    model: str,
+    model: str | None,
     device: str | None,
     dtype: str,
     as_json: bool,
@@ -143,10 +151,12 @@ def command(
         raise click.ClickException(f"evaluating needs {error.name}: pip install 'dodo-lm[evaluate]'") from None
     if method in PEERS:
         find_python(peers_python)  # before the model is loaded
+    of_language_models = task in ("perplexity", "endless")
+    model = model or (DEFAULT_LANGUAGE_MODEL if of_language_models else DEFAULT_MODEL)
     dodo, _ = load_model(model, device, dtype)
     if method in ("dodo", "threshold", "top-k", "stride", "random", "compressive", "theta"):
         note_fresh(dodo)
-    used = ratio if ratio is not None else 10.0 if task in ("perplexity", "endless") else dodo.config.ratio
+    used = ratio if ratio is not None else 10.0 if of_language_models else dodo.config.ratio
     out = out or Path("results") / f"{task}-{method}-r{used:g}.json"
     states = states or (1024,) * (task == "endless")
     given: dict[str, Any] = {"lengths": lengths, "states": states, "share": share, "segment": segment}

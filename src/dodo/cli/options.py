@@ -59,8 +59,8 @@ def ratio_value(value: str) -> float:
     return ratio
 
 
-def model_options_for(default: str) -> Callable[[F], F]:
-    """--model with a default, --device, --dtype."""
+def model_options_for(default: str | None, *, shown: str | bool = True) -> Callable[[F], F]:
+    """--model with a default, and what help says of it, --device, --dtype."""
 
     def decorate(function: F) -> F:
         for option in (
@@ -76,7 +76,7 @@ def model_options_for(default: str) -> Callable[[F], F]:
                 "--model",
                 "-m",
                 default=default,
-                show_default=True,
+                show_default=shown,
                 metavar="M",
                 help="Adapters (folder or hub id), or a base: alias, folder, .gguf file or hub id.",
             ),
