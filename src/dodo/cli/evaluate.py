@@ -47,7 +47,8 @@ Examples:
   dodo evaluate squad --data squad-dev.jsonl.xz --ratio 5 --limit 400
   dodo evaluate squad --data squad-dev.jsonl.xz --method full --limit 400
   dodo evaluate squad --data squad-dev.jsonl.xz --method kvpress-snapkv --ratio 5 --limit 400
-  dodo evaluate perplexity --data wiki.test.tokens --method compressive --states 64
+  dodo evaluate perplexity --data wiki.test.tokens --states 64
+  dodo evaluate perplexity --data wiki.test.tokens --states 64 --method compressive --model path/to/its/adapters
 """
 )
 @click.argument("task", type=click.Choice([*TASKS]))
