@@ -18,6 +18,7 @@ UNUSUAL = DodoConfig(
     selection="density",
     reach=4.5,
     scores_by_use=True,
+    runs=True,
     encoder=LoraSettings(rank=3, alpha=1.5, targets="all-linear"),
     decoder=LoraSettings(rank=9, alpha=4.0, targets=("q_proj", "o_proj")),
     seed=11,
@@ -153,4 +154,7 @@ def test_what_nuggets_belong_to_stays_as_it_was_when_settings_are_added() -> Non
     covering = dataclasses.replace(config, selection="coverage")
     assert '"reach": 4.5' in covering.identity()
     assert "scores_by_use" not in covering.identity()
+    assert "runs" not in covering.identity()
+    assert "runs" not in dataclasses.replace(config, runs=True).identity()
+    assert '"runs": true' in dataclasses.replace(covering, runs=True).identity()
     assert '"scores_by_use": true' in dataclasses.replace(config, scores_by_use=True).identity()

@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
+from dodo.coverage import prefer_covering
 from dodo.errors import InputError
-from dodo.selection import count_nuggets, gather_tokens, prefer_covering, prefer_dense, select_top_k
+from dodo.selection import count_nuggets, gather_tokens, prefer_dense, select_top_k
 
 
 @pytest.mark.parametrize("n", [1, 2, 9, 10, 11, 128, 2047])

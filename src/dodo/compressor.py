@@ -21,11 +21,12 @@ from dodo.adapters import PHI, THETA, Adapters
 from dodo.architecture import FeatureLayers, backbone, copy_before_head, device_of, layer_windows, rotary_of, window_of
 from dodo.attention import AllKept, OnePassCache, attention_masks, cache_argument, check_gradient_backend
 from dodo.config import DodoConfig, Use
+from dodo.coverage import prefer_covering, prefer_runs
 from dodo.errors import InputError, WindowError
 from dodo.memory import MemoryTokens
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.scorer import Scorer
-from dodo.selection import Selection, count_nuggets, prefer_covering, prefer_dense, select_top_k
+from dodo.selection import Selection, count_nuggets, prefer_dense, select_top_k
 
 __all__ = ["Compressor"]
 
@@ -66,7 +67,7 @@ class Compressor(nn.Module):
 
         Args:
             input_ids: int64 [B, T], right-padded.
-            use: what the nuggets are for; of no effect where one score serves all uses.
+            use: what the nuggets are for; of no effect where one score and one selection serve all uses.
 
         Returns:
             fp32 [B, T], with gradient to the scorer only.
@@ -107,7 +108,7 @@ class Compressor(nn.Module):
             attention_mask: [B, T], 0 for padding on either side; None means no padding.
             ratio: r; or
             nuggets: k of each text; neither: the configured ratio.
-            use: what the nuggets are for; of no effect where one score serves all uses.
+            use: what the nuggets are for; of no effect where one score and one selection serve all uses.
             scores: fp32 [B, T], takes the place of the scorer's.
             select_by: fp32 [B, T], the tokens with the highest of these are kept, whatever the scores, which still get the
                 straight-through term: controls, given selections.
@@ -126,14 +127,14 @@ class Compressor(nn.Module):
         if ratio is None and nuggets is None:
             ratio = self.config.ratio
         input_ids, real, order = _right_padded(input_ids, attention_mask)
-        chosen_for = use if self.scorer.by_use and scores is None and select_by is None else None
+        chosen_for = use if (self.scorer.by_use or self.config.runs) and scores is None and select_by is None else None
         if scores is None:
             scores = self.score(input_ids, use)
         elif order is not None:
             scores = scores.gather(1, order)
         if select_by is not None and order is not None:
             select_by = select_by.gather(1, order)
-        selection, sinks = self.select(scores, real, ratio=ratio, nuggets=nuggets, select_by=select_by)
+        selection, sinks = self.select(scores, real, ratio=ratio, nuggets=nuggets, use=use, select_by=select_by)
 
         compact = self.config.positions == "compact"
         total = int(real.sum(-1).max())
@@ -182,6 +183,7 @@ class Compressor(nn.Module):
         *,
         ratio: float | None = None,
         nuggets: int | None = None,
+        use: Use = "text",
         select_by: Tensor | None = None,
     ) -> tuple[Selection, Tensor]:
         """The tokens that `encode` keeps of texts with these scores, and how many of each are kept first tokens.
@@ -189,7 +191,7 @@ class Compressor(nn.Module):
         Args:
             scores: fp32 [B, T].
             real: bool [B, T], false for padding, which is on the right.
-            ratio, nuggets, select_by: see `encode`.
+            ratio, nuggets, use, select_by: see `encode`.
 
         Returns:
             The selection, kept first tokens among it, and their numbers, int64 [B], 0 or 1.
@@ -205,15 +207,16 @@ class Compressor(nn.Module):
         k = [count_nuggets(n, ratio=ratio, nuggets=nuggets) for n in (totals - sinks).tolist()]
         wanted = torch.tensor(k, device=scores.device)
         if select_by is None:
-            select_by = self._preferred(scores, wanted, real & ~kept_first)
+            select_by = self._preferred(scores, wanted, real & ~kept_first, use)
         select_by = select_by.masked_fill(kept_first, torch.finfo(select_by.dtype).max)  # ties go to the first
         return select_top_k(select_by, wanted + sinks, real), sinks
 
-    def _preferred(self, scores: Tensor, k: Tensor, candidates: Tensor) -> Tensor:
+    def _preferred(self, scores: Tensor, k: Tensor, candidates: Tensor, use: Use) -> Tensor:
         if self.config.selection == "density":
             return prefer_dense(scores, k, candidates)
         if self.config.selection == "coverage":
-            return prefer_covering(scores, k, candidates, reach=self.config.reach)
+            prefer = prefer_runs if self.config.runs and use == "text" else prefer_covering
+            return prefer(scores, k, candidates, reach=self.config.reach)
         return scores
 
     def _encode_piece(

@@ -64,6 +64,9 @@ class DodoConfig:
     that leave least out of their reach."""
     reach: float = 10.0
     """Tokens before a nugget that it holds, about; for selection by coverage."""
+    runs: bool = False
+    """Nuggets for the text itself lie where most of it comes back word for word; else where least is lost, as those for questions
+    do. For selection by coverage."""
     scores_by_use: bool = False
     """The scorer has a score for each use of a text, itself and questions about it; else one serves all (paper)."""
     encoder: LoraSettings = field(default_factory=LoraSettings)
@@ -94,8 +97,9 @@ class DodoConfig:
             raise InputError(f"trained_ratios must be the lowest and the highest ratio, not {self.trained_ratios!r}")
         if not isinstance(self.keep_first, bool):
             raise InputError(f"keep_first must be true or false, not {self.keep_first!r}")
-        if not isinstance(self.scores_by_use, bool):
-            raise InputError(f"scores_by_use must be true or false, not {self.scores_by_use!r}")
+        for name in ("scores_by_use", "runs"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.selection not in ("top-k", "density", "coverage"):
             raise InputError(f"selection must be 'top-k', 'density' or 'coverage', not {self.selection!r}")
         if not _is_number(self.reach) or self.reach <= 0:
@@ -117,6 +121,8 @@ class DodoConfig:
         values = {"version": CONFIG_VERSION, **dataclasses.asdict(plain)}
         if self.selection != "coverage":
             del values["reach"]
+        if not (self.runs and self.selection == "coverage"):
+            del values["runs"]
         if not self.scores_by_use:
             del values["scores_by_use"]
         return json.dumps(values, indent=2) + "\n"

@@ -155,7 +155,7 @@ def inspect_text(
     placed = place_tokens(dodo, text)
     with torch.no_grad():
         scores = dodo.compressor.score(torch.tensor([placed.ids], device=dodo.device), use)[0]
-    return inspect_scores(dodo, placed, scores, ratio=ratio, nuggets=nuggets)
+    return inspect_scores(dodo, placed, scores, ratio=ratio, nuggets=nuggets, use=use)
 
 
 def place_tokens(dodo: "Dodo", text: str) -> Placed:
@@ -169,21 +169,27 @@ def place_tokens(dodo: "Dodo", text: str) -> Placed:
 
 
 def inspect_scores(
-    dodo: "Dodo", placed: Placed, scores: Tensor, *, ratio: float | None = None, nuggets: int | None = None
+    dodo: "Dodo",
+    placed: Placed,
+    scores: Tensor,
+    *,
+    ratio: float | None = None,
+    nuggets: int | None = None,
+    use: Use = "questions",
 ) -> Inspection:
     """Select among tokens that have been scored. Runs no model, so that one text can be seen at many ratios.
 
     Args:
         dodo: whose settings are used.
         placed: T tokens.
-        scores: fp32 [T], from `Compressor.score`.
-        ratio, nuggets: see `inspect_text`.
+        scores: fp32 [T], from `Compressor.score` for the same use.
+        ratio, nuggets, use: see `inspect_text`.
 
     Raises:
         InputError: a bad ratio or count.
     """
     real = torch.ones_like(scores[None], dtype=torch.bool)
-    selection, sinks = dodo.compressor.select(scores[None], real, ratio=ratio, nuggets=nuggets)
+    selection, sinks = dodo.compressor.select(scores[None], real, ratio=ratio, nuggets=nuggets, use=use)
     chosen = set(selection.indices[0].tolist())
     kept_first, ids = int(sinks), placed.ids
     values: list[float] = scores.tolist()

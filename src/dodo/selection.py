@@ -1,4 +1,4 @@
-"""How many nuggets, and which tokens: pure functions on scores and masks.
+"""How many nuggets, and which tokens: pure functions on scores and masks. `coverage` has one more way to choose them.
 
 Paper: Section 2.3, Eq. 14 (top-k) with its footnote (the last token is always selected), and k = ceil(n / r).
 
@@ -8,7 +8,6 @@ Shapes: B batch, T tokens, K nuggets, H key/value heads, D head width.
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,21 +18,10 @@ __all__ = [
     "count_nuggets",
     "every",
     "gather_tokens",
-    "lost_share",
-    "prefer_covering",
     "prefer_dense",
     "select_top_k",
     "stride",
 ]
-
-TEMPER = 0.5
-"""Of coverage: what a lost token costs is exp(TEMPER s). It grows less than the surprisal that scores are first fitted to."""
-NEAR = 0.05
-"""Of coverage: the share that is lost of a token beside a nugget."""
-WIDEST = 4
-"""Of coverage: the widest gap, in mean gaps."""
-PRICES, ROUNDS = 64, 2
-"""Of coverage: prices tried at once, and how often."""
 
 
 @dataclass(frozen=True)
@@ -145,95 +133,6 @@ def prefer_dense(scores: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     part = torch.floor(passed / passed[:, -1:] * k[:, None] + 1e-6)
     chosen = (part.diff(dim=-1, prepend=torch.zeros_like(part[:, :1])) > 0) & mask
     return (own.sigmoid() + chosen).masked_fill(~own.isfinite(), torch.nan).float()  # which `select_top_k` refuses
-
-
-def prefer_covering(scores: Tensor, k: Tensor, mask: Tensor, *, reach: float) -> Tensor:
-    """Values whose top-k are the k tokens that leave least of a row out of their reach.
-
-    Beyond the paper. A nugget holds what stands shortly before it. A token is lost to the `lost_share` of the distance of its
-    next nugget, and a lost token costs exp(TEMPER s). The k tokens, the last one among them, make the sum of that over the row
-    least: dynamic programming with a price per nugget, which is searched until k are bought. Where no price tried buys just k,
-    the best-scored of the others fill up. No stretch of more than WIDEST n / k tokens goes without. Not differentiable.
-
-    Args:
-        scores, k, mask: as for `select_top_k`; the true entries of a row of `mask` stand together.
-        reach: above 0, in tokens.
-
-    Returns:
-        fp32 [B, T].
-    """
-    own = scores.detach().double()
-    costs = ((own - own.masked_fill(~mask, -torch.inf).amax(-1, keepdim=True)) * TEMPER).exp().masked_fill(~mask, 0).cpu().numpy()
-    n, begin = mask.sum(-1).cpu().numpy(), mask.int().argmax(-1).cpu().numpy()
-    rows = np.zeros((len(n), int(n.max())))
-    for row, (cost, first, count) in enumerate(zip(costs, begin, n, strict=True)):
-        rows[row, :count] = cost[first : first + count]
-    chosen = torch.zeros_like(mask)
-    for row, places in enumerate(_cover(rows, n, k.cpu().numpy(), reach)):
-        chosen[row, torch.from_numpy(places + begin[row]).to(mask.device)] = True
-    return (own.sigmoid() + chosen).masked_fill(~own.isfinite(), torch.nan).float()  # which `select_top_k` refuses
-
-
-def lost_share(distance: np.ndarray, reach: float) -> np.ndarray:
-    """Share to which tokens are lost whose next nugget is d places on.
-
-    None of a nugget itself, of others NEAR and, of the rest, 1 / (1 + exp((reach - d) / (reach / 7.5))).
-    """
-    share: np.ndarray = np.where(distance > 0, NEAR + (1 - NEAR) / (1 + np.exp((reach - distance) / (reach / 7.5))), 0)
-    return share
-
-
-def _cover(costs: np.ndarray, n: np.ndarray, k: np.ndarray, reach: float) -> list[np.ndarray]:
-    """Places of at most k nuggets in each row, the last of its n tokens among them: what the lowest price buys that buys so few.
-
-    Args:
-        costs: fp64 [B, N], 0 or more, of a lost token; 0 behind the n of a row.
-    """
-    widest = np.ceil(WIDEST * n / k)
-    distance = np.arange(min(costs.shape[1], int(widest.max())))
-    lost = lost_share(distance, reach)
-    barred = np.where(distance < widest[:, None], 0, np.inf)
-    rows = np.arange(len(n))
-    high = costs.sum(-1) + 1
-    low = high * 1e-9
-    for _ in range(ROUNDS):
-        prices = low[:, None] * (high / low)[:, None] ** np.linspace(0, 1, PRICES)
-        counts, gaps = _bought(costs, prices, lost, barred)
-        bought = counts[rows, :, n - 1]  # [B, P], ever fewer
-        enough = np.clip((bought > k[:, None]).sum(-1), 1, PRICES - 1)  # the first price that buys k or fewer
-        low, high = prices[rows, enough - 1], prices[rows, enough]
-    found = []
-    for row, count in enumerate(n):
-        places, at = [], int(count) - 1
-        while at >= 0:
-            places.append(at)
-            at -= int(gaps[row, enough[row], at])
-        found.append(np.array(places[::-1]))
-    return found
-
-
-def _bought(costs: np.ndarray, prices: np.ndarray, lost: np.ndarray, barred: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For the best nuggets of a row's beginning that end with each token: how many, and how far back the one before it is.
-
-    Args:
-        costs: [B, N]. prices: [B, P], of a nugget. lost: [W], share of a token that is lost by the distance of its next nugget.
-        barred: [B, W], infinite for gaps that may not be, by what they have more than one token; 0 for others.
-
-    Returns:
-        int32 [B, P, N] twice.
-    """
-    (B, N), P, W = costs.shape, prices.shape[1], len(lost)
-    total = np.zeros((B, P, N + 1))  # least cost of the first tokens, with a nugget at their end
-    counts, gaps = np.zeros((B, P, N + 1), dtype=np.int32), np.zeros((B, P, N), dtype=np.int32)
-    for at in range(N):
-        reached = min(W, at + 1)
-        stretch = (costs[:, at - reached + 1 : at + 1][:, ::-1] * lost[:reached]).cumsum(-1) + barred[:, :reached]
-        options = total[:, :, at - reached + 1 : at + 1][:, :, ::-1] + stretch[:, None]
-        best = options.argmin(-1)[..., None]
-        gaps[:, :, at] = best[..., 0] + 1
-        total[:, :, at + 1] = np.take_along_axis(options, best, -1)[..., 0] + prices
-        counts[:, :, at + 1] = np.take_along_axis(counts, at - best, -1)[..., 0] + 1
-    return counts[:, :, 1:], gaps
 
 
 def stride(mask: Tensor, *, ratio: float, keep_first: bool) -> Tensor:

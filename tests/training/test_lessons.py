@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dodo.compressor import Compressor
+from dodo.coverage import TEMPER
 from dodo.data.batches import Batch, QuestionSource
 from dodo.data.shards import prepare
 from dodo.errors import InputError
-from dodo.selection import TEMPER
 from dodo.training.lessons import answers_in, cost_of_loss, learn_asked, learn_cost, learn_surprisal, surprisal, surprisal_loss
 from dodo.training.recipe import load_recipe
 from dodo.training.run import load_for_training, train

@@ -34,7 +34,9 @@ async def inspect(request: Request, service: Asked) -> Response:
             scored = await service.intake.scored(text, wanted.use)
 
         def select() -> str:
-            seen = inspect_scores(service.dodo, scored.placed, scored.scores, ratio=wanted.ratio, nuggets=wanted.nuggets)
+            seen = inspect_scores(
+                service.dodo, scored.placed, scored.scores, ratio=wanted.ratio, nuggets=wanted.nuggets, use=wanted.use
+            )
             shown = _shown(service, seen, spans=wanted.spans, text=text if isinstance(source, File) else None)
             return shown.model_dump_json()
 

@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerBase
 from dodo.architecture import backbone, logits_of
 from dodo.compressor import Compressor
 from dodo.config import Use
+from dodo.coverage import TEMPER, lost_share
 from dodo.data.batches import Batch
 from dodo.errors import InputError
-from dodo.selection import TEMPER, lost_share
 
 __all__ = ["answers_in", "cost_of_loss", "learn_asked", "learn_cost", "learn_surprisal", "surprisal", "surprisal_loss"]
 
