@@ -4,12 +4,14 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from dodo.architecture import layer_windows
+from dodo.coverage import prefer_runs
 from dodo.errors import InputError, WindowError
 from dodo.nuggets import Nuggets
 from tests.conftest import FAMILIES, VOCABULARY, Pair, stir, tokens
@@ -309,6 +311,23 @@ def test_selection_by_coverage_is_a_setting(pair: Maker) -> None:
         assert single.indices[0, 0] == 0
     assert [nuggets.indices[0, -1].item(), alone[1].indices[0, -1].item()] == [40, 16]
     assert nuggets.indices.tolist() != top_k.indices.tolist()
+
+
+def test_runs_are_a_setting_for_the_text_alone(pair: Maker) -> None:
+    """Questions get the nuggets that they had; the file says which they are."""
+    settings: dict[str, Any] = {"selection": "coverage", "reach": 4.0, "keep_first": True}
+    plain, running = pair("llama", **settings).compressor, pair("llama", **settings, runs=True).compressor
+    ids, scores = tokens(2, 81), 3 * torch.randn(2, 81, generator=torch.Generator().manual_seed(0))
+    wanted = torch.tensor([8, 8])
+    best = prefer_runs(scores, wanted, torch.ones(2, 81, dtype=torch.bool).index_fill(1, torch.tensor([0]), False), reach=4.0)
+    real = torch.ones(2, 81, dtype=torch.bool)
+    for use in ("questions", "text"):
+        before, after = (made.select(scores, real, ratio=10, use=use)[0].indices for made in (plain, running))
+        assert torch.equal(before, after) == (use == "questions")
+    assert after[:, 1:].tolist() == best.topk(8).indices.sort().values.tolist()
+    with torch.no_grad():
+        assert [running.encode(ids, ratio=10, use=use).use for use in ("questions", "text")] == ["questions", "text"]
+        assert plain.encode(ids, ratio=10, use="text").use is None  # one selection serves both
 
 
 # -- segments

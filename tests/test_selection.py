@@ -1,12 +1,12 @@
 """Laws of `dodo.selection`."""
 
-import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from dodo.coverage import prefer_covering
+from dodo.coverage import prefer_covering, prefer_runs
 from dodo.errors import InputError
 from dodo.selection import count_nuggets, gather_tokens, prefer_dense, select_top_k
 
@@ -143,66 +143,12 @@ def test_density_leaves_no_long_stretch_without_a_nugget() -> None:
     assert sum(100 <= i < 120 for i in chosen) > 10
 
 
-def _covering(scores: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, reach: float) -> list[list[int]]:
-    chosen = select_top_k(prefer_covering(scores, k, mask, reach=reach), k, mask)
-    return [row[some].tolist() for row, some in zip(chosen.indices, chosen.mask, strict=True)]
-
-
-def _lost(costs: torch.Tensor, places: tuple[int, ...], reach: float) -> float:
-    """Of a row whose nuggets are at these places, the last token among them."""
-    distances = [min(p for p in places if p >= i) - i for i in range(len(costs))]
-    shares = [0.05 + 0.95 / (1 + math.exp((reach - d) / (reach / 7.5))) if d else 0.0 for d in distances]
-    return float((costs * torch.tensor(shares, dtype=torch.float64)).sum())
-
-
-def test_covering_loses_least_of_all_selections() -> None:
-    """Against every selection there is, in rows of several lengths at once, whose candidates begin late and end early."""
-    generator = torch.Generator().manual_seed(0)
-    for reach in (0.5, 2.0, 4.0):
-        scores = 3 * torch.randn(6, 16, generator=generator)
-        n, skip = torch.tensor([12, 11, 10, 9, 7, 3]), torch.tensor([0, 1, 2, 0, 1, 2])
-        k = torch.tensor([4, 5, 6, 3, 7, 2])
-        places = torch.arange(16)
-        mask = (places >= skip[:, None]) & (places < (skip + n)[:, None])
-        for row, found in enumerate(_covering(scores, k, mask, reach)):
-            begin, count, size = int(skip[row]), int(n[row]), int(k[row])
-            costs = (scores[row, begin : begin + count].double() / 2).exp()
-            every = [(*some, count - 1) for some in itertools.combinations(range(count - 1), size - 1)]
-            widest = math.ceil(4 * count / size)
-            assert len(found) == size
-            least = min(_lost(costs, some, reach) for some in every if max(map(_gap, itertools.pairwise((-1, *some)))) <= widest)
-            got = tuple(place - begin for place in found)
-            assert _lost(costs, got, reach) == pytest.approx(least, rel=1e-3)  # prices are searched to half a hundredth
-
-
-def _gap(pair: tuple[int, int]) -> int:
-    return pair[1] - pair[0]
-
-
-def test_covering_with_equal_scores_has_equal_gaps() -> None:
-    found = _covering(torch.full((1, 13), 7.0), torch.tensor([4]), torch.ones(1, 13, dtype=torch.bool), 10.0)
-    assert sorted(map(_gap, itertools.pairwise((-1, *found[0])))) == [3, 3, 3, 4]
-
-
-def test_covering_spends_nuggets_where_tokens_are_dear() -> None:
-    """What is cheap lies out of reach of the nugget behind it; stretches without one have an end all the same."""
-    scores = torch.zeros(1, 200)
-    scores[0, 100:120] = 20.0
-    found = _covering(scores, torch.tensor([20]), torch.ones(1, 200, dtype=torch.bool), 4.0)[0]
-    gaps = list(map(_gap, itertools.pairwise((-1, *found))))
-    assert max(gaps) <= 40
-    assert sum(100 <= i < 124 for i in found) >= 8
-
-
-def test_covering_takes_every_token_where_all_are_wanted() -> None:
-    assert _covering(torch.randn(1, 9), torch.tensor([9]), torch.ones(1, 9, dtype=torch.bool), 10.0) == [list(range(9))]
-
-
-@pytest.mark.parametrize("spread", ["density", "coverage"])
+@pytest.mark.parametrize("spread", ["density", "coverage", "runs"])
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_a_score_that_is_not_finite_is_refused_however_nuggets_are_spread(spread: str, broken: float) -> None:
     scores, k, mask = torch.zeros(1, 30), torch.tensor([5]), torch.ones(1, 30, dtype=torch.bool)
     scores[0, 7] = broken
-    values = prefer_dense(scores, k, mask) if spread == "density" else prefer_covering(scores, k, mask, reach=10.0)
+    covering = partial(prefer_covering, reach=10.0)
+    values = {"density": prefer_dense, "coverage": covering, "runs": partial(prefer_runs, reach=10.0)}[spread](scores, k, mask)
     with pytest.raises(InputError, match="not finite"):
         select_top_k(values, k, mask)

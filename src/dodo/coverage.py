@@ -64,7 +64,7 @@ def prefer_runs(scores: Tensor, k: Tensor, mask: Tensor, *, reach: float) -> Ten
     Args, returns: as for `prefer_covering`.
     """
     own = scores.detach().double()
-    rows, n, begin = _candidates((own * TEMPER).exp().clamp_max(DEAREST), mask)
+    rows, n, begin = _candidates((own * TEMPER).exp().clamp_max(DEAREST).nan_to_num(0), mask)
     found = []
     for row, count, size in zip(rows, n, k.cpu().numpy(), strict=True):
         costs, one = row[None, :count], np.array([size])
