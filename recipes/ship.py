@@ -19,6 +19,7 @@ import yaml
 
 from dodo import Dodo
 from dodo.adapter_files import SHIPPED
+from dodo.config import DodoConfig
 from dodo.evaluation.report import method_of
 
 LIMIT = 25_000_000
@@ -145,6 +146,13 @@ def _write_log(parts: list[Part], out: Path) -> None:
             writer.writerows((part.name, step, name, f"{value:.7g}") for step, name, value in part.log)
 
 
+def _runs(config: DodoConfig, last: dict) -> str:
+    """Whether the setting `runs` is on, which can be changed without training."""
+    if not config.runs:
+        return ""
+    return ", for the text by runs" + ("" if last["config"].get("runs") else " (set after training)")
+
+
 def _card(dodo: Dodo, parts: list[Part], records: list[dict], hardware: str) -> str:
     config = dodo.config
     low, high = config.trained_ratios or (1, 1)
@@ -158,7 +166,7 @@ def _card(dodo: Dodo, parts: list[Part], records: list[dict], hardware: str) -> 
         "",
         f"- base: {config.base}, weights {config.base_fingerprint}; adapter {dodo.fingerprint.adapter}",
         f"- LoRA rank {config.encoder.rank} on {config.encoder.targets}",
-        f"- selection: {config.selection}; positions: {config.positions}",
+        f"- selection: {config.selection}{_runs(config, ran[-1])}; positions: {config.positions}",
         f"- ratios drawn in training: {low:g} to {high:g}",
         f"- trained on {hardware}",
         f"- texts: documents whose licence permits commercial use (Wikipedia, books, code, web){questions}",

@@ -70,3 +70,18 @@ def test_what_must_not_ship_does_not(recipe_file, tmp_path, shipped, monkeypatch
         ship(monkeypatch, run)
     assert not shipped.exists()
     assert [path.name for path in shipped.parent.parent.iterdir()] == ["weights"]  # no scratch is left
+
+
+def test_the_card_says_where_selection_was_changed_after_training(recipe_file, tmp_path, shipped, monkeypatch):  # noqa: F811
+    run = tmp_path / "runs" / "run"
+    train(load_recipe(recipe_file, ["running.steps=2", "config.selection=coverage"]), run, progress=False)
+    ship(monkeypatch, run)
+    assert "- selection: coverage; positions" in (shipped / "README.md").read_text(encoding="utf-8")
+    path = shipped / "dodo_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"runs": True}), encoding="utf-8")
+    ship(monkeypatch, "--after", shipped)
+    card = (shipped / "README.md").read_text(encoding="utf-8")
+    assert "- selection: coverage, for the text by runs (set after training); positions" in card
+    train(load_recipe(recipe_file, ["running.steps=2", "config.selection=coverage", "config.runs=true"]), run.with_name("next"))
+    ship(monkeypatch, run.with_name("next"))
+    assert "- selection: coverage, for the text by runs; positions" in (shipped / "README.md").read_text(encoding="utf-8")
