@@ -1,8 +1,8 @@
-"""Laws of `dodo.coverage`: against every selection there is, on small rows."""
+"""Laws of `dodo.coverage`, some of them against every selection there is."""
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -12,9 +12,33 @@ from dodo.coverage import prefer_covering, prefer_runs
 from dodo.selection import select_top_k
 
 
-def _covering(scores: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, reach: float) -> list[list[int]]:
-    chosen = select_top_k(prefer_covering(scores, k, mask, reach=reach), k, mask)
+def _chosen(
+    prefer: Callable[..., torch.Tensor], scores: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, reach: float
+) -> list[list[int]]:
+    chosen = select_top_k(prefer(scores, k, mask, reach=reach), k, mask)
     return [row[some].tolist() for row, some in zip(chosen.indices, chosen.mask, strict=True)]
+
+
+def _found_and_all(
+    prefer: Callable[..., torch.Tensor], scores: torch.Tensor, reach: float
+) -> Iterator[tuple[torch.Tensor, tuple[int, ...], list[tuple[int, ...]]]]:
+    """For rows [6, 16] of several lengths at once, whose candidates begin late and end early: costs, the places found, and all
+    that there are."""
+    n, skip = torch.tensor([12, 11, 10, 9, 7, 3]), torch.tensor([0, 1, 2, 0, 1, 2])
+    k = torch.tensor([4, 5, 6, 3, 7, 2])
+    places = torch.arange(16)
+    mask = (places >= skip[:, None]) & (places < (skip + n)[:, None])
+    for row, found in enumerate(_chosen(prefer, scores, k, mask, reach)):
+        begin, count, size = int(skip[row]), int(n[row]), int(k[row])
+        assert len(found) == size
+        every = [(*some, count - 1) for some in itertools.combinations(range(count - 1), size - 1)]
+        widest = math.ceil(4 * count / size)
+        allowed = [some for some in every if max(map(_gap, itertools.pairwise((-1, *some)))) <= widest]
+        yield (scores[row, begin : begin + count].double() / 2).exp(), tuple(place - begin for place in found), allowed
+
+
+def _gap(pair: tuple[int, int]) -> int:
+    return pair[1] - pair[0]
 
 
 def _lost(costs: torch.Tensor, places: tuple[int, ...], reach: float) -> float:
@@ -27,32 +51,16 @@ def _share(distance: int, reach: float) -> float:
     return 0.05 + 0.95 / (1 + math.exp((reach - distance) / (reach / 7.5))) if distance else 0.0
 
 
-def test_covering_loses_least_of_all_selections() -> None:
-    """Against every selection there is, in rows of several lengths at once, whose candidates begin late and end early."""
-    generator = torch.Generator().manual_seed(0)
-    for reach in (0.5, 2.0, 4.0):
-        scores = 3 * torch.randn(6, 16, generator=generator)
-        n, skip = torch.tensor([12, 11, 10, 9, 7, 3]), torch.tensor([0, 1, 2, 0, 1, 2])
-        k = torch.tensor([4, 5, 6, 3, 7, 2])
-        places = torch.arange(16)
-        mask = (places >= skip[:, None]) & (places < (skip + n)[:, None])
-        for row, found in enumerate(_covering(scores, k, mask, reach)):
-            begin, count, size = int(skip[row]), int(n[row]), int(k[row])
-            costs = (scores[row, begin : begin + count].double() / 2).exp()
-            every = [(*some, count - 1) for some in itertools.combinations(range(count - 1), size - 1)]
-            widest = math.ceil(4 * count / size)
-            assert len(found) == size
-            least = min(_lost(costs, some, reach) for some in every if max(map(_gap, itertools.pairwise((-1, *some)))) <= widest)
-            got = tuple(place - begin for place in found)
-            assert _lost(costs, got, reach) == pytest.approx(least, rel=1e-3)  # prices are searched to half a hundredth
-
-
-def _gap(pair: tuple[int, int]) -> int:
-    return pair[1] - pair[0]
+@pytest.mark.parametrize("reach", [0.5, 2.0, 4.0])
+def test_covering_loses_least_of_all_selections(reach: float) -> None:
+    scores = 3 * torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
+    for costs, found, every in _found_and_all(prefer_covering, scores, reach):
+        least = min(_lost(costs, some, reach) for some in every)
+        assert _lost(costs, found, reach) == pytest.approx(least, rel=1e-3)  # prices are searched to half a hundredth
 
 
 def test_covering_with_equal_scores_has_equal_gaps() -> None:
-    found = _covering(torch.full((1, 13), 7.0), torch.tensor([4]), torch.ones(1, 13, dtype=torch.bool), 10.0)
+    found = _chosen(prefer_covering, torch.full((1, 13), 7.0), torch.tensor([4]), torch.ones(1, 13, dtype=torch.bool), 10.0)
     assert sorted(map(_gap, itertools.pairwise((-1, *found[0])))) == [3, 3, 3, 4]
 
 
@@ -60,19 +68,17 @@ def test_covering_spends_nuggets_where_tokens_are_dear() -> None:
     """What is cheap lies out of reach of the nugget behind it; stretches without one have an end all the same."""
     scores = torch.zeros(1, 200)
     scores[0, 100:120] = 20.0
-    found = _covering(scores, torch.tensor([20]), torch.ones(1, 200, dtype=torch.bool), 4.0)[0]
+    found = _chosen(prefer_covering, scores, torch.tensor([20]), torch.ones(1, 200, dtype=torch.bool), 4.0)[0]
     gaps = list(map(_gap, itertools.pairwise((-1, *found))))
     assert max(gaps) <= 40
     assert sum(100 <= i < 124 for i in found) >= 8
 
 
-def test_covering_takes_every_token_where_all_are_wanted() -> None:
-    assert _covering(torch.randn(1, 9), torch.tensor([9]), torch.ones(1, 9, dtype=torch.bool), 10.0) == [list(range(9))]
-
-
-def _running(scores: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, reach: float) -> list[list[int]]:
-    chosen = select_top_k(prefer_runs(scores, k, mask, reach=reach), k, mask)
-    return [row[some].tolist() for row, some in zip(chosen.indices, chosen.mask, strict=True)]
+@pytest.mark.parametrize("prefer", [prefer_covering, prefer_runs])
+@pytest.mark.parametrize("n", [1, 2, 9])
+def test_every_token_is_taken_where_all_are_wanted(prefer: Callable[..., torch.Tensor], n: int) -> None:
+    scores = torch.randn(1, n, generator=torch.Generator().manual_seed(0))
+    assert _chosen(prefer, scores, torch.tensor([n]), torch.ones(1, n, dtype=torch.bool), 10.0) == [list(range(n))]
 
 
 def _runs(costs: Sequence[float], places: tuple[int, ...], reach: float) -> list[float]:
@@ -96,33 +102,19 @@ def _worth(costs: torch.Tensor, places: tuple[int, ...], reach: float) -> float:
 
 @pytest.mark.parametrize("reach", [0.5, 2.0, 4.0])
 def test_most_comes_back_of_all_selections(reach: float) -> None:
-    """In rows of several lengths at once, whose candidates begin late and end early."""
-    generator = torch.Generator().manual_seed(0)
-    scores = 2 + 2 * torch.randn(6, 16, generator=generator)
-    n, skip = torch.tensor([12, 11, 10, 9, 7, 3]), torch.tensor([0, 1, 2, 0, 1, 2])
-    k = torch.tensor([4, 5, 6, 3, 7, 2])
-    places = torch.arange(16)
-    mask = (places >= skip[:, None]) & (places < (skip + n)[:, None])
-    for row, found in enumerate(_running(scores, k, mask, reach)):
-        begin, count, size = int(skip[row]), int(n[row]), int(k[row])
-        costs = (scores[row, begin : begin + count].double() / 2).exp()
-        every = [(*some, count - 1) for some in itertools.combinations(range(count - 1), size - 1)]
-        widest = math.ceil(4 * count / size)
-        most = max(_worth(costs, some, reach) for some in every if max(map(_gap, itertools.pairwise((-1, *some)))) <= widest)
-        assert _worth(costs, tuple(place - begin for place in found), reach) == pytest.approx(most, rel=1e-6)
+    scores = 2 + 2 * torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
+    for costs, found, every in _found_and_all(prefer_runs, scores, reach):
+        most = max(_worth(costs, some, reach) for some in every)
+        assert _worth(costs, found, reach) == pytest.approx(most, rel=1e-6)
 
 
 def test_long_rows_are_worth_about_as_much_at_a_price(monkeypatch: pytest.MonkeyPatch) -> None:
     scores, mask = 2 + torch.randn(1, 400, generator=torch.Generator().manual_seed(1)), torch.ones(1, 400, dtype=torch.bool)
     costs, k = (scores[0].double() / 2).exp(), torch.tensor([40])
-    exact = _running(scores, k, mask, 7.3)[0]
+    exact = _chosen(prefer_runs, scores, k, mask, 7.3)[0]
     monkeypatch.setattr(coverage, "EXACTLY", 399)
-    priced = _running(scores, k, mask, 7.3)[0]
+    monkeypatch.delattr(coverage, "_exactly")
+    priced = _chosen(prefer_runs, scores, k, mask, 7.3)[0]
     assert len(exact) == len(priced) == 40
     best = _worth(costs, tuple(exact), 7.3)
     assert best * 0.99 <= _worth(costs, tuple(priced), 7.3) <= best + 1e-9
-
-
-def test_every_token_where_all_are_wanted_by_runs_too() -> None:
-    assert _running(torch.randn(1, 9), torch.tensor([9]), torch.ones(1, 9, dtype=torch.bool), 10.0) == [list(range(9))]
-    assert _running(torch.randn(1, 1), torch.tensor([1]), torch.ones(1, 1, dtype=torch.bool), 10.0) == [[0]]

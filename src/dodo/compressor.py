@@ -67,7 +67,7 @@ class Compressor(nn.Module):
 
         Args:
             input_ids: int64 [B, T], right-padded.
-            use: what the nuggets are for; of no effect where one score and one selection serve all uses.
+            use: what the nuggets are for; of no effect where one score serves all uses.
 
         Returns:
             fp32 [B, T], with gradient to the scorer only.
@@ -127,7 +127,7 @@ class Compressor(nn.Module):
         if ratio is None and nuggets is None:
             ratio = self.config.ratio
         input_ids, real, order = _right_padded(input_ids, attention_mask)
-        chosen_for = use if (self.scorer.by_use or self.config.runs) and scores is None and select_by is None else None
+        chosen_for = use if self.config.by_use and scores is None and select_by is None else None
         if scores is None:
             scores = self.score(input_ids, use)
         elif order is not None:

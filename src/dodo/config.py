@@ -110,6 +110,11 @@ class DodoConfig:
             if not isinstance(getattr(self, name), str | None):
                 raise InputError(f"{name} must be text, not {getattr(self, name)!r}")
 
+    @property
+    def by_use(self) -> bool:
+        """Whether other tokens become nuggets for the text itself than for questions."""
+        return self.scores_by_use or (self.runs and self.selection == "coverage")
+
     def to_json(self) -> str:
         """The whole configuration as indented JSON, with the version of its format."""
         return json.dumps({"version": CONFIG_VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"

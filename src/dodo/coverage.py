@@ -73,7 +73,8 @@ def prefer_runs(scores: Tensor, k: Tensor, mask: Tensor, *, reach: float) -> Ten
         if count <= EXACTLY:
             found.append(_exactly(stretches[0], int(size)))
         else:
-            found += _at_a_price(stretches, np.array([2.0 * count]), np.array([count]), one)
+            worth = stretches[np.isfinite(stretches)]
+            found += _at_a_price(stretches, np.array([worth.max() - 2 * worth.min()]), np.array([count]), one)
     return _marked(own, mask, begin, found)
 
 

@@ -150,7 +150,7 @@ class Dodo:
             ratio: tokens per nugget; or
             nuggets: number of nuggets; neither: the configured ratio.
             use: "questions", or whatever else is asked about the text, or "text", to rebuild it. Which tokens become nuggets
-                depends on it where the adapters know both (`DodoConfig.scores_by_use`, `runs`); either use is possible after.
+                depends on it where the adapters tell them apart (`DodoConfig.by_use`); either use is possible after.
             segment: tokens encoded at a time, for a text that is.
 
         Returns:

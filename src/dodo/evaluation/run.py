@@ -103,7 +103,7 @@ def evaluate(
         "limit": limit,
         "seed": seed,
     }
-    if (dodo.config.scores_by_use or dodo.config.runs) and task not in (Perplexity.name, Endless.name):
+    if dodo.config.by_use and task not in (Perplexity.name, Endless.name):
         settings["compressed for"] = measuring.use
     if task == Perplexity.name:
         threshold = getattr(how, "threshold", None)
