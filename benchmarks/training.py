@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from measuring import ROOT, side_by_side, write_page, write_result
 from torch import Tensor, nn
-from training_ways import BASE, RANK, RATIO, SEGMENT, WINDOW
+from training_ways import RANK, RATIO, SEGMENT, WINDOW
 
 warnings.simplefilter("ignore")
 
-TOKENS, WHOLE, ROUNDS = 512, 1024, 5
+BASE, TOKENS, WHOLE, ROUNDS = "smollm2-135m", 512, 1024, 5
 TOLERANCES = {"float32": (1e-4, 1e-2), "bfloat16": (5e-3, 1e-1)}
 """Of losses and of gradient norms, relative."""
 

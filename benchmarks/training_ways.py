@@ -20,7 +20,7 @@ import torch
 from measuring import process_memory
 from torch import Tensor, nn
 
-BASE, RATIO, RANK = "smollm2-135m", 5.0, 16
+RATIO, RANK = 5.0, 16
 WINDOW, SEGMENT = 128, 64
 SCORING = "features and scores"
 PARTS = ("linear layers of the base", "LoRA", "attention", "head and loss", "elementwise and the rest", SCORING)
@@ -124,9 +124,9 @@ def _ours(dtype: str, folder: Path) -> Way:
     compressor = _dodo(dtype, folder).compressor
     batch, score = _batch(folder), compressor.score
 
-    def marked(ids: Tensor) -> Tensor:
+    def marked(*args: Any) -> Tensor:
         with torch.profiler.record_function(SCORING):
-            return score(ids)
+            return score(*args)
 
     def lora() -> Tensor:
         ids = batch.documents
@@ -180,7 +180,7 @@ def _authors(dtype: str, folder: Path) -> Way:
     from dodo.scorer import Scorer
     from dodo.selection import count_nuggets, select_top_k
 
-    base = _base(dtype, attention=_register_matmul_attention())
+    base = _base(dtype, folder, attention=_register_matmul_attention())
     features = _copy_of_first_layers(base.model, 3)
     peft = PeftModel.from_pretrained(base, folder / "phi", adapter_name="phi", is_trainable=True)
     peft.load_adapter(str(folder / "theta"), adapter_name="theta", is_trainable=True)
@@ -229,19 +229,19 @@ def _authors(dtype: str, folder: Path) -> Way:
 def _lora(dtype: str, folder: Path) -> Way:
     from peft import PeftModel
 
-    peft = PeftModel.from_pretrained(_base(dtype), folder / "theta", is_trainable=True)
+    peft = PeftModel.from_pretrained(_base(dtype, folder), folder / "theta", is_trainable=True)
     ids = _batch(folder).documents
     groups = {"theta": [p for p in peft.parameters() if p.requires_grad]}
     return Way(lambda: peft(input_ids=ids, labels=ids, use_cache=False).loss, groups)
 
 
-def _only_the_base(dtype: str, _: Path) -> Way:
+def _only_the_base(dtype: str, folder: Path) -> Way:
     """No way to train, but all that the others import, and the base."""
     import peft  # noqa: F401
 
     import dodo.training.objectives  # noqa: F401
 
-    base = _base(dtype)
+    base = _base(dtype, folder)
     for parameter in base.parameters():
         parameter.sum()  # so that mapped files count
     return Way(loss=lambda: base.lm_head.weight.sum(), groups={})
@@ -302,12 +302,12 @@ def _batch(folder: Path) -> Any:
     return Batch("autoencoding", RATIO, documents=ids, document_mask=real, decoder=ids, decoder_mask=real, targets=targets)
 
 
-def _base(dtype: str, *, attention: str = "sdpa") -> Any:
-    from transformers import AutoModelForCausalLM
+def _base(dtype: str, folder: Path, *, attention: str = "sdpa") -> Any:
+    """The base that the folder's adapters belong to."""
+    from dodo.base import load_base
 
-    from dodo.pull import pull
-
-    return AutoModelForCausalLM.from_pretrained(pull(BASE), dtype=getattr(torch, dtype), attn_implementation=attention)
+    name = json.loads((folder / "dodo_config.json").read_text())["base"]
+    return load_base(name, dtype=getattr(torch, dtype), device="cpu", attn_implementation=attention).model
 
 
 def _dodo(dtype: str, folder: Path) -> Any:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from dodo import Dodo
 from dodo.architecture import FAMILIES, check_supported
-from dodo.base import load_base
+from dodo.base import computes_in, load_base
 from dodo.errors import InputError, UnsupportedModelError
 from tests.conftest import FAMILIES as FAMILY_SETTINGS
 from tests.conftest import small_config, tiny_model
@@ -66,10 +67,41 @@ def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_dtype_in_memory_is_the_asked_one_or_the_stored_one(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_dtype_in_memory_is_the_asked_one_or_the_stored_one(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dodo.base.computes_in", lambda *_: True)
     save_base(tmp_path, dtype=dtype)
     assert load_base(tmp_path).model.dtype == dtype
     assert load_base(tmp_path, dtype=torch.float32).model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_cpu_that_does_not_compute_in_the_stored_dtype_gets_float32_unless_asked(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dodo.base.computes_in", lambda kind, _: kind != dtype)
+    save_base(tmp_path, dtype=dtype)
+    widened = load_base(tmp_path)
+    assert {parameter.dtype for parameter in widened.model.parameters()} == {torch.float32}
+    assert load_base(tmp_path, dtype=dtype).model.dtype == dtype
+    assert widened.fingerprint == load_base(tmp_path, dtype=dtype).fingerprint
+
+
+def test_a_base_that_would_fill_the_memory_in_float32_keeps_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dodo.base.computes_in", lambda *_: False)
+    save_base(tmp_path, dtype=torch.bfloat16)
+    size = 4 * load_base(tmp_path).model.num_parameters()
+    for memory, kept in [(2 * size - 1, torch.bfloat16), (2 * size, torch.float32)]:
+        monkeypatch.setattr("psutil.virtual_memory", lambda memory=memory: SimpleNamespace(total=memory))
+        assert load_base(tmp_path).model.dtype == kept
+
+
+def test_what_a_device_computes_in() -> None:
+    capable = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert computes_in(torch.bfloat16, "cpu") == capable
+    assert computes_in(torch.float32, "cpu")
+    assert computes_in(torch.bfloat16, "cuda")
 
 
 def test_the_attention_backend_is_the_familys_own_unless_asked(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,7 +17,7 @@ from dodo.architecture import check_supported
 from dodo.errors import DodoError, InputError
 from dodo.pull import BASES, Progress, pull
 
-__all__ = ["LoadedBase", "Quantization", "load_base"]
+__all__ = ["LoadedBase", "Quantization", "computes_in", "load_base"]
 
 Quantization = Literal["4bit", "8bit"]
 
@@ -48,7 +49,8 @@ def load_base(
 
     Args:
         name: an alias ('smollm2-135m', fetched on first use), a folder, a `.gguf` file, or a hub id.
-        dtype: of the weights in memory; 'auto' takes the stored one.
+        dtype: of the weights in memory; 'auto' takes the stored one, or float32 on a CPU that does not compute in it
+            (`computes_in`) and whose memory could hold the weights twice.
         device: where to put it; None: a GPU if there is one.
         quantization: '4bit' or '8bit' through bitsandbytes (an extra).
         attn_implementation: transformers' attention backend; None: its own choice, 'sdpa' where the family has it.
@@ -78,6 +80,8 @@ def load_base(
             raise InputError(f"{str(name)!r} lacks {len(missing)} of its weights, the first of them {missing[0]}")
         if quantization is None:
             model = model.to(device)
+            if dtype == "auto" and not computes_in(model.dtype, model.device) and _fits_twice(4 * model.num_parameters()):
+                model = model.float()
         else:
             _keep_differentiable(model)
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
@@ -88,6 +92,24 @@ def load_base(
         hint = "" if "/" in str(name) else f" (known aliases: {', '.join(BASES)})"
         raise InputError(f"could not load a base model from {str(name)!r}{hint}: {first}") from error
     return LoadedBase(model.eval(), tokenizer, _fingerprint(source, where, model), str(name))
+
+
+def computes_in(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Whether products of matrices in this type are made by instructions for it.
+
+    A CPU without them (most before AVX-512, and all that PyTorch has no oneDNN for) takes several times as long for a text in
+    bfloat16 or float16 as in float32, which each number is turned into on the way.
+    """
+    if torch.device(device).type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return True
+    if not torch.backends.mkldnn.is_available():
+        return False
+    of_type: Any = torch.ops.mkldnn
+    return bool(of_type._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else of_type._is_mkldnn_fp16_supported())
+
+
+def _fits_twice(size: int) -> bool:
+    return 2 * size <= psutil.virtual_memory().total
 
 
 def _locate(name: str, revision: str | None, progress: Progress) -> tuple[str, dict[str, Any]]:

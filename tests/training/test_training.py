@@ -17,7 +17,7 @@ import yaml
 
 from dodo.data.batches import Batch, Draw, TextSource
 from dodo.data.shards import Ragged, Shard
-from dodo.errors import InputError
+from dodo.errors import DodoWarning, InputError
 from dodo.model import Dodo
 from dodo.thresholds import Pace
 from dodo.training.callbacks import Validation
@@ -130,6 +130,24 @@ def test_lengths_beyond_the_window_are_refused_before_the_first_step(recipe_file
 def test_what_the_machine_can_not_run_is_named(recipe_file: Path, tmp_path: Path, setting: str) -> None:
     with pytest.raises(InputError, match="this machine can't run"):
         train(load_recipe(recipe_file, [setting]), tmp_path / "run", progress=False)
+
+
+@pytest.mark.parametrize(("has_it", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_bfloat16_where_the_cpu_computes_in_it(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, has_it: bool, expected: torch.dtype
+) -> None:
+    monkeypatch.setattr("dodo.training.run.computes_in", lambda *_: has_it)
+    dodo = load_for_training(load_recipe(recipe_file, ["running.dtype=auto"]))
+    assert dodo.compressor.base.dtype == expected
+    assert all(parameter.dtype == torch.float32 for parameter in dodo.compressor.adapters.parameters())
+
+
+def test_a_run_in_a_type_that_the_cpu_does_not_compute_in_gets_a_warning(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dodo.training.run.computes_in", lambda *_: False)
+    with pytest.warns(DodoWarning, match="running.dtype=float32"):
+        assert load_for_training(load_recipe(recipe_file, ["running.dtype=bfloat16"])).compressor.base.dtype == torch.bfloat16
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(

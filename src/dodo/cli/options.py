@@ -69,7 +69,7 @@ def model_options_for(default: str | None, *, shown: str | bool = True) -> Calla
                 type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
                 default="auto",
                 show_default=True,
-                help="Type of the base's weights in memory; auto takes the stored one.",
+                help="Type of the base's weights in memory; auto takes the stored one, or float32 on a CPU that is slow in it.",
             ),
             click.option("--device", help="Where to compute: cpu, cuda, cuda:1, mps. [default: a GPU if there is one]"),
             click.option(

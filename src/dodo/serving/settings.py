@@ -17,7 +17,7 @@ class Settings:
 
     store: folder of the contexts.
     model: adapters or base, as `Dodo.from_pretrained` takes it; its name is that of the model in the API.
-    device, dtype: where to compute, and the type of the base's weights; "auto" takes the stored one.
+    device, dtype: where to compute, and the type of the base's weights; "auto" as for `load_base`.
     keys: whoever asks must have one of these; none: whoever can connect may ask.
     cors_origins: pages of these origins may ask, such as "https://example.org".
     compress_over: messages of more tokens than this are compressed; None: never.

@@ -156,8 +156,8 @@ class Running:
     """Document tokens of one forward pass (rows = tokens / length)."""
     accumulate: int = 1
     """Forward passes in one step."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the frozen base; trained parameters stay fp32."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """Of the frozen base; trained parameters stay fp32. auto: bfloat16 where the device computes in it, otherwise float32."""
     attention: Literal["eager", "sdpa"] = "sdpa"
     fused: bool = True
     checkpoint_gradients: bool = False

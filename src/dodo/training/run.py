@@ -20,9 +20,10 @@ import yaml
 from torch.utils.data import DataLoader, IterableDataset
 
 from dodo.adapter_files import load_scorer
+from dodo.base import computes_in
 from dodo.data.batches import Batch, Objective, QuestionSource, TextSource, draw_skewed
 from dodo.data.shards import Shard, ShardKind, prepare, read_shard
-from dodo.errors import InputError
+from dodo.errors import DodoWarning, InputError
 from dodo.memory import MemoryTokens
 from dodo.model import Dodo
 from dodo.training.callbacks import Checkpoints, Progress, TrainingLog, Validation
@@ -150,7 +151,7 @@ def load_for_training(recipe: Recipe) -> Dodo:
     dodo = Dodo.from_pretrained(
         recipe.base,
         config=recipe.config,
-        dtype=getattr(torch, running.dtype),
+        dtype=_dtype(running),
         attn_implementation=running.attention,
         device="cpu",  # Lightning moves it
     )
@@ -166,6 +167,23 @@ def load_for_training(recipe: Recipe) -> Dodo:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return dodo
+
+
+def _dtype(running: Running) -> torch.dtype:
+    """Of the base. A type that the CPU does not compute in gets a warning, not another type: a run is what its recipe says."""
+    on_cpu = running.accelerator == "cpu" or (running.accelerator == "auto" and not torch.cuda.is_available())
+    if running.dtype == "auto":
+        has_it = computes_in(torch.bfloat16, "cpu") if on_cpu else torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if has_it else torch.float32
+    dtype: torch.dtype = getattr(torch, running.dtype)
+    if on_cpu and not computes_in(dtype, "cpu"):
+        warnings.warn(
+            f"this CPU does not compute in {running.dtype}, and a step takes many times as long as in float32: "
+            "--set running.dtype=float32",
+            DodoWarning,
+            stacklevel=2,
+        )
+    return dtype
 
 
 def _give_memory(recipe: Recipe, dodo: Dodo) -> None:
