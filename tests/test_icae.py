@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dodo import Dodo
 from dodo.adapters import PHI
-from dodo.architecture import backbone
+from dodo.architecture import backbone, layer_windows
 from dodo.compressor import Compressor
 from dodo.errors import InputError, WindowError
-from dodo.icae import Icae
+from dodo.icae import Icae, last_of_part
 from dodo.memory import MemoryTokens
 from tests.conftest import FAMILIES, Pair, small_config, stir, tokens
 from tests.standins.models import save_base
@@ -27,9 +27,9 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
-def icae(compressor: Compressor, *, fixed: bool = False) -> Icae:
+def icae(compressor: Compressor, *, fixed: bool = False, aligned: bool = False) -> Icae:
     stir(compressor)
-    compressor.memory = MemoryTokens.fresh(compressor.base, SLOTS, fixed=fixed)
+    compressor.memory = MemoryTokens.fresh(compressor.base, SLOTS, fixed=fixed, aligned=aligned)
     return Icae(compressor)
 
 
@@ -57,6 +57,44 @@ def test_memory_is_what_the_last_layer_gives_for_tokens_behind_the_text(pair: Ma
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
+def test_aligned_tokens_stand_along_the_text_see_all_of_it_and_come_out_as_long_as_its_embeddings(
+    pair: Maker, family: str
+) -> None:
+    model = icae(pair(family).compressor, aligned=True)
+    ids = tokens(1, 9)
+    inputs = torch.cat([embedded(model, ids[0]), model.tokens.embeddings[:4]])[None]
+    config, distance = model.compressor.base.config, torch.arange(13)[:, None] - torch.arange(13)
+    windows, kinds = layer_windows(config), getattr(config, "layer_types", None)
+
+    def behind(window: int | None) -> Tensor:
+        seen = (distance >= 0) & (distance < (window or 13))
+        return torch.zeros(1, 1, 13, 13).masked_fill(~seen, torch.finfo(torch.float32).min)
+
+    with model.compressor.adapters.use(PHI):
+        hidden = backbone(
+            model.compressor.base
+        )(
+            inputs_embeds=inputs,
+            position_ids=torch.tensor([[*range(9), 2, 4, 6, 8]]),  # parts of 3, 2, 2 and 2 tokens
+            attention_mask={kind: behind(windows[kinds.index(kind)]) for kind in kinds} if kinds else behind(windows[0]),
+        ).last_hidden_state[0, 9:]
+    rms = [each.square().mean(-1).mean().sqrt() for each in (embedded(model, ids[0]), hidden)]
+    assert rms[0] != pytest.approx(rms[1])
+    found = model.encode(ids, slots=4).states[0]
+    close(found, hidden / hidden.square().mean(-1, keepdim=True).sqrt() * rms[0])
+
+
+def test_parts_end_at_the_texts_last_token_and_are_of_like_length() -> None:
+    for n, k in [(9, 4), (9, 9), (9, 1), (2, 6), (64, 13)]:
+        ends = last_of_part(torch.arange(k), torch.tensor(n), torch.tensor(k))
+        sizes = ends.diff(prepend=torch.tensor([-1]))
+        assert ends[-1] == n - 1
+        assert int(sizes[1:].max() - sizes[1:].min()) <= 1 if k > 1 else True
+        assert (ends >= 0).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
 def test_the_decoder_is_the_plain_base_that_reads_memory_as_embeddings(pair: Maker, family: str) -> None:
     made = pair(family)
     model = icae(made.compressor)
@@ -74,10 +112,11 @@ def rows_of(ids: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
     return ids.masked_fill(~mask, 0), mask
 
 
+@pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 @torch.no_grad()
-def test_texts_of_unequal_lengths_and_slots_are_read_and_decoded_as_alone(pair: Maker, family: str) -> None:
-    model = icae(pair(family).compressor)
+def test_texts_of_unequal_lengths_and_slots_are_read_and_decoded_as_alone(pair: Maker, family: str, aligned: bool) -> None:
+    model = icae(pair(family).compressor, aligned=aligned)
     lengths, slots, behind = [12, 5, 9], [2, 6, 3], [1, 7, 4]
     ids, mask = rows_of(tokens(3, 12), lengths)
     after, after_mask = rows_of(tokens(3, 7, seed=8), behind)
@@ -136,21 +175,21 @@ def test_fresh_memory_tokens_depend_on_the_seed_alone(pair: Maker) -> None:
     assert not torch.equal(first, other)
 
 
-def saved(folder: Path, *, fixed: bool = False) -> Dodo:
+def saved(folder: Path, **kind: bool) -> Dodo:
     save_base(folder / "base")
     dodo = Dodo.from_pretrained(folder / "base", config=small_config(trained_ratios=(2.0, 9.0)))
-    icae(dodo.compressor, fixed=fixed)
+    icae(dodo.compressor, **kind)
     dodo.stamp()
     dodo.save_pretrained(folder / "saved")
     return dodo
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-def test_memory_tokens_survive_saving(tmp_path: Path, fixed: bool) -> None:
-    dodo = saved(tmp_path, fixed=fixed)
+@pytest.mark.parametrize(("fixed", "aligned"), [(False, False), (True, False), (False, True)])
+def test_memory_tokens_survive_saving(tmp_path: Path, fixed: bool, aligned: bool) -> None:
+    dodo = saved(tmp_path, fixed=fixed, aligned=aligned)
     loaded = Dodo.from_pretrained(tmp_path / "saved")
     assert loaded.compressor.memory is not None
-    assert loaded.compressor.memory.fixed == fixed
+    assert (loaded.compressor.memory.fixed, loaded.compressor.memory.aligned) == (fixed, aligned)
     assert loaded.fingerprint == dodo.fingerprint
     ids = tokens(2, 9)
     with torch.no_grad():

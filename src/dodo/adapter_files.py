@@ -165,14 +165,14 @@ def _memory_in(folder: Path, *, width: int) -> MemoryTokens | None:
         raise InputError(f"{path} is damaged or truncated: {error}") from None
     if embeddings.ndim != 2 or embeddings.shape[1] != width or metadata.get("fixed") not in ("true", "false"):
         raise InputError(f"{path} does not fit this base: memory tokens of width {width} are wanted, and whether they are fixed")
-    return MemoryTokens(embeddings, fixed=metadata["fixed"] == "true")
+    return MemoryTokens(embeddings, fixed=metadata["fixed"] == "true", aligned=metadata.get("aligned") == "true")
 
 
 def _write(compressor: Compressor, folder: Path, dtype: torch.dtype | None, card: str | None) -> None:
     compressor.adapters.save(folder)
     save_file({name: tensor.contiguous().cpu() for name, tensor in _scorer_tensors(compressor).items()}, folder / SCORER_FILE)
     if compressor.memory is not None:
-        metadata = {"fixed": "true" if compressor.memory.fixed else "false"}
+        metadata = {name: "true" if getattr(compressor.memory, name) else "false" for name in ("fixed", "aligned")}
         save_file({"memory": compressor.memory.embeddings.detach().contiguous().cpu()}, folder / MEMORY_FILE, metadata)
     if dtype is not None:
         for path in folder.rglob("*.safetensors"):

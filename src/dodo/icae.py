@@ -7,6 +7,10 @@ and the soft token; theta and scorer are not used.
 
 Rows of unequal lengths are put together without gaps, so causal attention needs no mask and every family works as it is.
 
+*Aligned* memory tokens are beyond the paper (docs/decisions/0011-icae.md). They stand behind the text too and see all of it, but
+slot i of K has the position of the last token of the text's i-th part of K, and what comes out of it is scaled to the root mean
+square of the text's embeddings, which is what the decoder knows how to read.
+
 Shapes: B texts, T document tokens, K memory slots, N decoder tokens, d width.
 """
 
@@ -18,12 +22,13 @@ from torch import Tensor
 
 from dodo.adapters import PHI
 from dodo.architecture import backbone, device_of
+from dodo.attention import attention_masks
 from dodo.compressor import Compressor
 from dodo.errors import InputError, WindowError
 from dodo.generation import generation_settings, pad_rows, until_end
 from dodo.memory import MemoryTokens
 
-__all__ = ["Icae", "Memory"]
+__all__ = ["Icae", "Memory", "last_of_part"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,11 +100,26 @@ class Icae:
         appended = memory.to(embeddings.dtype).expand(len(input_ids), -1, -1)
         inputs, _ = _joined(embeddings, lengths, appended, counts)
         self._check_room(inputs.shape[1], "a text and its memory tokens")
+        where = self._where(inputs, lengths, counts) if self.tokens.aligned else {}
         with self.compressor.adapters.use(PHI):
-            hidden = backbone(base)(inputs_embeds=inputs, use_cache=False).last_hidden_state
+            hidden = backbone(base)(inputs_embeds=inputs, use_cache=False, **where).last_hidden_state
         width = int(counts.max())
         padding = torch.arange(width, device=counts.device) >= counts[:, None]
-        return Memory(_behind(hidden, lengths, width).masked_fill(padding[..., None], 0), counts)
+        states = _behind(hidden, lengths, width)
+        if self.tokens.aligned:
+            squares = embeddings.float().square().mean(-1).masked_fill(~real.bool(), 0).sum(-1) / lengths  # [B]
+            own = states.float().square().mean(-1, keepdim=True)
+            states = (states * (squares[:, None, None] / own).sqrt()).to(states.dtype)
+        return Memory(states.masked_fill(padding[..., None], 0), counts)
+
+    def _where(self, inputs: Tensor, lengths: Tensor, counts: Tensor) -> dict[str, Any]:
+        """Positions and masks of texts and aligned slots behind them: whoever stands before is seen, whatever its position."""
+        order = torch.arange(inputs.shape[1], device=inputs.device).expand(len(inputs), -1)
+        slot = (order - lengths[:, None]).clamp_min(0)
+        positions = torch.where(order < lengths[:, None], order, last_of_part(slot, lengths[:, None], counts[:, None]))
+        seen = torch.ones_like(order, dtype=torch.bool)
+        masks = attention_masks(self.compressor.base, query_positions=order, key_positions=order, key_mask=seen)
+        return {"position_ids": positions, "attention_mask": masks}
 
     def decode(
         self, memory: Memory, input_ids: Tensor, attention_mask: Tensor | None = None, *, soft_token: bool = False
@@ -183,6 +203,11 @@ class Icae:
     def _check_room(self, needed: int, what: str) -> None:
         if needed > self.compressor.window:
             raise WindowError(f"{what} need {needed:,} positions, but the base's window has {self.compressor.window:,}")
+
+
+def last_of_part(slot: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
+    """Index of the last token of part `slot` of texts of so many tokens and parts; parts may be empty."""
+    return (((slot + 1).clamp_max(counts) * lengths + counts - 1) // counts - 1).clamp_min(0)
 
 
 def _joined(first: Tensor, lengths: Tensor, second: Tensor, more: Tensor, *, left: bool = False) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from dodo.data.batches import Batch
 from dodo.errors import InputError
 from dodo.icae import Icae
 from dodo.memory import MemoryTokens
+from dodo.training.lessons import embedding_loss, learn_embeddings
 from dodo.training.objectives import batch_loss
 from dodo.training.recipe import load_recipe
 from dodo.training.run import load_for_training, train
@@ -92,8 +93,44 @@ def test_memory_tokens_are_those_of_the_start_if_it_has_any(recipe_file: Path, t
         assert from_dodo is not None
         assert torch.equal(from_dodo.embeddings, fresh.embeddings)
     assert started("icae") is None
-    with pytest.raises(InputError, match=r"has 8 memory tokens, fixed: False; the recipe wants 9"):
+    with pytest.raises(InputError, match=r"has 8 memory tokens, fixed: False, aligned: False; the recipe wants 9"):
         started("icae", *ICAE, "memory.tokens=9")
+
+
+def test_a_lesson_teaches_phi_and_memory_tokens_to_give_embeddings_back(pair) -> None:
+    compressor = stir(pair().compressor)
+    compressor.memory = MemoryTokens.fresh(compressor.base, 8, fixed=False, aligned=True)
+    before = {name: parameter.detach().clone() for name, parameter in compressor.named_parameters()}
+    documents, real = tokens(2, 9), torch.ones(2, 9).bool()
+    real[0, 6:] = False
+    batch = Batch("autoencoding", 1.0, documents, real, documents, real, documents)
+    with torch.no_grad():
+        states = Icae(compressor).encode(documents[:, :8], real[:, :8], slots=torch.tensor([6, 8])).states
+        wanted = compressor.base.get_input_embeddings()(documents)
+        cosines = [
+            torch.cosine_similarity(states[row, i], wanted[row, i], dim=0) for row, n in enumerate((6, 8)) for i in range(n)
+        ]
+    loss = float(embedding_loss(compressor, batch).detach())
+    assert loss == pytest.approx(1 - float(torch.stack(cosines).mean()), rel=1e-4)
+    learn_embeddings(compressor, [batch] * 20, lr=1e-2)
+    assert float(embedding_loss(compressor, batch).detach()) < 0.8 * loss
+    changed = {name for name, parameter in compressor.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {name for name in before if ".phi." in name} | {"memory.embeddings"}
+
+
+def test_a_recipe_may_have_the_lesson(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    aligned = ["model=icae", "running.steps=1", "memory={tokens: 8, fixed: false, aligned: true, lesson: 3}"]
+    train(load_recipe(recipe_file, aligned), tmp_path / "taught", progress=False)
+    train(load_recipe(recipe_file, [*aligned, "memory.lesson=0"]), tmp_path / "untaught", progress=False)
+    taught, untaught = (Dodo.from_pretrained(tmp_path / name / "last").compressor.memory for name in ("taught", "untaught"))
+    assert taught is not None
+    assert untaught is not None
+    assert taught.aligned
+    assert not torch.allclose(taught.embeddings, untaught.embeddings)
+    with pytest.raises(InputError, match=r"lesson needs memory.aligned"):
+        load_recipe(recipe_file, [*aligned, "memory.aligned=false"])
+    with pytest.raises(InputError, match=r"lesson is for model: icae"):
+        load_recipe(recipe_file, [*aligned, "model=dodo"])
 
 
 @pytest.mark.parametrize(

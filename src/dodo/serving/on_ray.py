@@ -84,10 +84,10 @@ def deployed(settings: Settings, replicas: Replicas, *, host: str, port: int) ->
     folder = settings.store.absolute()
     Store(folder).close()  # if it can't be used, that is said here
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    store = ray.remote(Store).options(
+    store: Any = ray.remote(Store).options(
         name=STORE, namespace=NAMESPACE, num_cpus=0, max_restarts=-1, max_concurrency=16, scheduling_strategy=here
     )
-    app = serve.deployment(
+    app: Any = serve.deployment(
         serve.ingress(_builder(settings))(),
         name=APP,
         num_replicas=replicas.number,

@@ -1,16 +1,19 @@
-"""What the scorer is taught before the first step: how surprising each token is to the base, what it costs to lose it, and what
-questions ask for.
+"""What is taught before the first step: the scorer, how surprising each token is to the base, what it costs to lose it, and what
+questions ask for; the memory of ICAE, to be read.
 
 Beyond the paper, whose scorer learns by the straight-through term alone. What can't be guessed from the tokens before it must
 be in the nuggets, so there they should be dense, and an untrained scorer's selection is worse than a fixed stride; surprisal
 comes from the base itself, adapters off. What losing a token costs comes from trained adapters, and is nearer to the purpose.
 What questions ask for is something else: scores fitted to surprisal tell nothing of it.
 
+The decoder of ICAE is the frozen base, which knows how to read embeddings of tokens and nothing else: of a text's own embeddings,
+it rebuilds most at once, of anything that is not near to them nothing, and then no loss tells the encoder the way.
+
 Shapes: B texts, T tokens.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import get_args
 
 import numpy as np
@@ -18,14 +21,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dodo.adapters import PHI
 from dodo.architecture import backbone, logits_of
 from dodo.compressor import Compressor
 from dodo.config import Use
 from dodo.coverage import TEMPER, lost_share
 from dodo.data.batches import Batch
 from dodo.errors import InputError
+from dodo.icae import Icae
 
-__all__ = ["answers_in", "cost_of_loss", "learn_asked", "learn_cost", "learn_surprisal", "surprisal", "surprisal_loss"]
+__all__ = [
+    "answers_in",
+    "cost_of_loss",
+    "embedding_loss",
+    "learn_asked",
+    "learn_cost",
+    "learn_embeddings",
+    "learn_surprisal",
+    "surprisal",
+    "surprisal_loss",
+]
 
 CHUNK = 256
 LARGEST_SCORE = 4.0  # e^4 = 55 nats
@@ -68,7 +83,9 @@ def learn_surprisal(compressor: Compressor, batches: Sequence[Batch], *, lr: flo
     Returns:
         Mean loss over the last tenth of the steps.
     """
-    return _learn(compressor, (surprisal_loss(compressor, batch.documents) for batch in batches), len(batches), lr)
+    return _learn(
+        compressor.scorer.parameters(), (surprisal_loss(compressor, batch.documents) for batch in batches), len(batches), lr
+    )
 
 
 @torch.no_grad()
@@ -124,7 +141,7 @@ def learn_cost(compressor: Compressor, batches: Sequence[Batch], *, seed: int = 
             fits.append((shares * scores.exp() - losses * scores).sum() / shares.sum())
         return torch.stack(fits).mean()
 
-    return _learn(compressor, (loss(number, batch) for number, batch in enumerate(batches)), len(batches), lr)
+    return _learn(compressor.scorer.parameters(), (loss(number, batch) for number, batch in enumerate(batches)), len(batches), lr)
 
 
 def answers_in(tokenizer: PreTrainedTokenizerBase, batch: Batch) -> Tensor:
@@ -191,12 +208,38 @@ def learn_asked(
         scores = TEMPER * compressor.score(batch.documents, use)
         return (scores.exp() - wanted * scores)[batch.document_mask].mean()
 
-    return _learn(compressor, map(loss, batches, before), len(batches), lr)
+    return _learn(compressor.scorer.parameters(), map(loss, batches, before), len(batches), lr)
 
 
-def _learn(compressor: Compressor, losses: Iterable[Tensor], steps: int, lr: float) -> float:
+def embedding_loss(compressor: Compressor, batch: Batch) -> Tensor:
+    """1 - cosine between each memory slot, one for each token, and the token's embedding, the mean; with gradients to phi and
+    memory tokens."""
+    model = Icae(compressor)
+    most = len(model.tokens)
+    documents, real = batch.documents[:, :most], batch.document_mask[:, :most]
+    memory = model.encode(documents, real, slots=real.sum(-1))
+    wanted = compressor.base.get_input_embeddings()(documents)
+    near = torch.nn.functional.cosine_similarity(memory.states.float(), wanted[:, : memory.states.shape[1]].float(), dim=-1)
+    return 1 - near[real[:, : near.shape[1]]].mean()
+
+
+def learn_embeddings(compressor: Compressor, batches: Collection[Batch], *, lr: float = 3e-3) -> float:
+    """Teach phi and aligned memory tokens to give each token's embedding back, one step per batch, the rate going to zero.
+
+    Args:
+        batches: their documents are read, one slot for each token, as far as there are memory tokens.
+
+    Returns:
+        Mean loss over the last tenth of the steps.
+    """
+    assert compressor.memory is not None
+    learners = [*compressor.adapters.parameters(PHI), compressor.memory.embeddings]
+    return _learn(learners, (embedding_loss(compressor, batch) for batch in batches), len(batches), lr)
+
+
+def _learn(learners: Iterable[torch.nn.Parameter], losses: Iterable[Tensor], steps: int, lr: float) -> float:
     """A step for each loss, which is not worked out before its turn."""
-    optimizer = torch.optim.AdamW(compressor.scorer.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(learners, lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     found: list[float] = []
     for step, loss in enumerate(losses):
         for group in optimizer.param_groups:

@@ -117,10 +117,17 @@ class Memory:
     """M. Paper: Section 4.1."""
     fixed: bool = True
     """Every text gets all of them (paper); or, as many as it would get nuggets, tokens / ratio, at most all."""
+    aligned: bool = False
+    """They stand at positions along the text, and their outputs are as long as embeddings (`icae.py`). Beyond the paper."""
+    lesson: int = 0
+    """Steps before the first in which they learn to give each token's embedding back (`lessons.py`). Beyond the paper."""
+    lesson_lr: float = 3e-3
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise InputError(f"memory.tokens is at least 1, not {self.tokens}")
+        if self.lesson and not self.aligned:
+            raise InputError("memory.lesson needs memory.aligned: other slots belong to no part of a text")
 
 
 @dataclass(frozen=True)
@@ -211,6 +218,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.model == "compressive":
             self._check_compressive()
+        if self.model != "icae" and self.memory.lesson:
+            raise InputError("memory.lesson is for model: icae, which alone has memory tokens")
         if self.model == "icae" and (self.mixture.autoregressive or self.mixture.distillation or self.selection.lessons):
             raise InputError(
                 "ICAE is no language model and has no scorer: autoregressive, distillation and its lessons (*_start) are 0"

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import yaml
 from torch.utils.data import DataLoader, IterableDataset
+from tqdm import tqdm
 
 from dodo.adapter_files import load_scorer
 from dodo.base import computes_in
@@ -28,9 +29,10 @@ from dodo.memory import MemoryTokens
 from dodo.model import Dodo
 from dodo.training.callbacks import Checkpoints, Progress, TrainingLog, Validation
 from dodo.training.fused import fused_lora
-from dodo.training.lessons import learn_asked, learn_cost, learn_surprisal
+from dodo.training.lessons import learn_asked, learn_cost, learn_embeddings, learn_surprisal
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import TrainingModule
+from dodo.training.recipe import Memory as MemorySettings
 from dodo.training.recipe import Recipe, Running, load_recipe
 from dodo.training.validation import fixed_batches, question_batches
 
@@ -127,7 +129,7 @@ def train(
             raise _cannot(running, error) from None
         maker = BatchMaker(recipe, text, questions)
         if checkpoint is None and trainer.is_global_zero:  # the others get its weights
-            _teach_scorer(recipe, dodo, text, questions)
+            _teach(recipe, dodo, text, questions, progress=progress)
         loader = DataLoader(_Endless(maker, trainer, running.batches_per_step), batch_size=None)
         with fused_lora(dodo.compressor.base) if running.fused else nullcontext():
             try:
@@ -192,12 +194,15 @@ def _give_memory(recipe: Recipe, dodo: Dodo) -> None:
     if recipe.model != "icae":
         compressor.memory = None
     elif compressor.memory is None:
-        compressor.memory = MemoryTokens.fresh(compressor.base, wanted.tokens, fixed=wanted.fixed, seed=recipe.config.seed)
-    elif (len(compressor.memory), compressor.memory.fixed) != (wanted.tokens, wanted.fixed):
-        raise InputError(
-            f"{recipe.start} has {len(compressor.memory)} memory tokens, fixed: {compressor.memory.fixed}; "
-            f"the recipe wants {wanted.tokens}, fixed: {wanted.fixed}"
-        )
+        kind = {"fixed": wanted.fixed, "aligned": wanted.aligned}
+        compressor.memory = MemoryTokens.fresh(compressor.base, wanted.tokens, seed=recipe.config.seed, **kind)
+    elif _kind(compressor.memory, len(compressor.memory)) != _kind(wanted, wanted.tokens):
+        found = _kind(compressor.memory, len(compressor.memory))
+        raise InputError(f"{recipe.start} has {found}; the recipe wants {_kind(wanted, wanted.tokens)}")
+
+
+def _kind(memory: MemoryTokens | MemorySettings, tokens: int) -> str:
+    return f"{tokens} memory tokens, fixed: {memory.fixed}, aligned: {memory.aligned}"
 
 
 def _check_window(recipe: Recipe, window: int) -> None:
@@ -223,15 +228,21 @@ def _sample(recipe: Recipe, text: TextSource | None) -> list[list[int]]:
     return text.autoencoding(16_384 // length, length, 1.0, np.random.default_rng((recipe.running.seed, 4))).documents.tolist()
 
 
-def _teach_scorer(recipe: Recipe, dodo: Dodo, text: TextSource | None, questions: QuestionSource | None) -> None:
+def _teach(recipe: Recipe, dodo: Dodo, text: TextSource | None, questions: QuestionSource | None, *, progress: bool) -> None:
     selection = recipe.selection
     if selection.warm_start:
         learn_surprisal(dodo.compressor, _texts_alone(recipe, text))
     if selection.cost_start:
-        learn_cost(dodo.compressor, _texts_rebuilt(recipe, text), seed=recipe.running.seed)
+        batches = _texts_rebuilt(recipe, text, selection.cost_start, "selection.cost_start")
+        learn_cost(dodo.compressor, batches, seed=recipe.running.seed)
     if selection.asked_start:
         batches = _questions_alone(recipe, questions)
         learn_asked(dodo.compressor, dodo.tokenizer, batches, asked=selection.asked)
+    if recipe.memory.lesson:
+        batches = _texts_rebuilt(recipe, text, recipe.memory.lesson, "memory.lesson")
+        with fused_lora(dodo.compressor.base) if recipe.running.fused else nullcontext():
+            shown = tqdm(batches, "memory's lesson", unit="step", disable=not progress)
+            learn_embeddings(dodo.compressor, shown, lr=recipe.memory.lesson_lr)
 
 
 def _texts_alone(recipe: Recipe, text: TextSource | None) -> list[Batch]:
@@ -244,12 +255,12 @@ def _texts_alone(recipe: Recipe, text: TextSource | None) -> list[Batch]:
     return [text.autoencoding(rows, length, 1.0, np.random.default_rng((seed, i, 2))) for i in range(recipe.selection.warm_start)]
 
 
-def _texts_rebuilt(recipe: Recipe, text: TextSource | None) -> list[Batch]:
-    """Batches for what it costs to lose a token, as large as the run's, of lengths that the run has."""
+def _texts_rebuilt(recipe: Recipe, text: TextSource | None, count: int, name: str) -> list[Batch]:
+    """Batches for a lesson, as large as the run's, of lengths that the run has."""
     if text is None:
-        raise InputError("selection.cost_start reads plain text, but no objective of the mixture does")
+        raise InputError(f"{name} reads plain text, but no objective of the mixture does")
     found, seed = [], recipe.running.seed
-    for i in range(recipe.selection.cost_start):
+    for i in range(count):
         rng = np.random.default_rng((seed, i, 6))
         length = min(round(draw_skewed(recipe.mixture.length, rng)), text.longest)
         found.append(text.autoencoding(max(1, recipe.running.tokens // length), length, 1.0, rng))
