@@ -85,6 +85,30 @@ def test_a_shard_comes_back_as_it_was_written_and_only_with_its_tokenizer(tmp_pa
         read_shard(source)
 
 
+def test_summaries_are_asked_for_in_the_papers_words(tmp_path):
+    rows = [
+        {"article": "A bird was seen on the island, and then no more.", "highlights": "A bird was seen.\nOnce."},
+        {"article": "Ships came to the island for water and for birds.", "highlights": "Ships came."},
+    ]
+    source, tokenizer = tmp_path / "news.jsonl", byte_tokenizer()
+    source.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    shard = read_shard(prepare_summaries(source, tmp_path), tokenizer)
+    assert shard.prompts is not None
+    assert shard.answers is not None
+    for i, row in enumerate(rows):
+        assert tokenizer.decode(shard.documents[i].tolist()) == row["article"]
+        assert tokenizer.decode(shard.prompts[i].tolist()) == "\nPlease summarize the above document in one sentence.\n"
+        assert tokenizer.decode(shard.answers[i].tolist()) == row["highlights"]
+    source.write_text(json.dumps({"article": "A bird."}), encoding="utf-8")
+    with pytest.raises(InputError, match="highlights"):
+        prepare_summaries(source, tmp_path)
+
+
+def prepare_summaries(source, folder):
+    prepare([str(source)], folder / "out.safetensors", byte_tokenizer(), kind="summary", minimum=4)
+    return folder / "out.safetensors"
+
+
 def test_data_with_nothing_left_is_refused(tmp_path):
     (tmp_path / "data.jsonl").write_text(json.dumps(ROWS[1]), encoding="utf-8")
     with pytest.raises(InputError, match="no data left"):

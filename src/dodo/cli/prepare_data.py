@@ -1,6 +1,7 @@
 """`dodo prepare-data`: texts, tokenised ahead of training."""
 
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -9,12 +10,16 @@ from dodo.cli.terminal import echo_json, silence_libraries, table
 
 __all__ = ["command"]
 
+KINDS: dict[str, Literal["text", "question", "summary"]] = {"text": "text", "questions": "question", "summaries": "summary"}
+"""What `prepare` calls the kinds of records."""
+
 
 @click.command(
     epilog="""\b
 Examples:
   dodo prepare-data 'corpus/*.jsonl.xz' -o text.safetensors
   dodo prepare-data squad.jsonl --kind questions -o questions.safetensors
+  dodo prepare-data news.jsonl --kind summaries -o summaries.safetensors
   dodo prepare-data hf:owner/dataset -o text.safetensors --any-licence
 """
 )
@@ -23,7 +28,13 @@ Examples:
     "-o", "--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The shard, a .safetensors file."
 )
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Base whose tokenizer is used.")
-@click.option("--kind", type=click.Choice(["text", "questions"]), default="text", show_default=True, help="What the records are.")
+@click.option(
+    "--kind",
+    type=click.Choice([*KINDS]),
+    default="text",
+    show_default=True,
+    help="What the records are: text; context, question, answer(s); or article, highlights.",
+)
 @click.option("--any-licence", is_flag=True, help="Keep records whose licence field forbids commercial use.")
 @click.option(
     "--minimum", type=click.IntRange(min=1), default=16, show_default=True, help="Leave out shorter documents, in tokens."
@@ -38,7 +49,7 @@ def command(sources: tuple[str, ...], out: Path, model: str, kind: str, any_lice
 
     silence_libraries()
     tokenizer = load_base(model).tokenizer
-    shard = prepare(sources, out, tokenizer, kind=kind, commercial_only=not any_licence, minimum=minimum)  # type: ignore[arg-type]
+    shard = prepare(sources, out, tokenizer, kind=KINDS[kind], commercial_only=not any_licence, minimum=minimum)
     result = {"file": str(out), "documents": len(shard.documents), "tokens": shard.tokens, "bytes": out.stat().st_size}
     if as_json:
         echo_json(result)

@@ -18,11 +18,12 @@ from transformers import PreTrainedTokenizerBase
 from dodo.data.reading import permits_commercial_use, read_records, resolve, text_field
 from dodo.errors import InputError
 from dodo.fingerprint import of_tokenizer
-from dodo.prompts import question_prompt
+from dodo.prompts import SUMMARY, chat_turn, question_prompt
 
-__all__ = ["Ragged", "Shard", "ShardKind", "prepare", "read_shard"]
+__all__ = ["Ragged", "RecordKind", "Shard", "ShardKind", "prepare", "read_shard"]
 
 ShardKind = Literal["text", "question"]
+RecordKind = Literal["text", "question", "summary"]
 VERSION = 1
 
 
@@ -84,14 +85,15 @@ def prepare(
     out: Path,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    kind: ShardKind = "text",
+    kind: RecordKind = "text",
     commercial_only: bool = True,
     minimum: int = 16,
 ) -> Shard:
     """Read, filter and tokenise sources, and write them as one shard.
 
     Args:
-        sources: files, patterns or `hf:` ids; records with `text`, or with `context`, `question` and `answer(s)`.
+        sources: files, patterns or `hf:` ids; records with `text`; with `context`, `question` and `answer(s)`; or, for summaries,
+            with `article` and `highlights`.
         out: a `.safetensors` file, written whole or not at all.
         kind: what the records are.
         commercial_only: leave out records whose licence field forbids commercial use.
@@ -104,7 +106,7 @@ def prepare(
         record for source in resolve(sources) for record in read_records(source)
         if not commercial_only or permits_commercial_use(record)
     )  # fmt: skip
-    shard = _texts(records, tokenizer, minimum) if kind == "text" else _questions(records, tokenizer, minimum)
+    shard = _texts(records, tokenizer, minimum) if kind == "text" else _asked(records, tokenizer, minimum, kind)
     if len(shard.documents) == 0:
         raise InputError(f"no data left of {', '.join(sources)}: no document of at least {minimum} tokens may be used")
     _write(shard, out, tokenizer, sources)
@@ -161,20 +163,34 @@ def _texts(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
     return Shard("text", _pack(rows))
 
 
-def _questions(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, minimum: int) -> Shard:
+def _question_in(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
+    """Document, prompt and answer; None if there is no answer. Paper: Appendix D.2."""
+    answers = record.get("answers", record.get("answer"))
+    answer = answers[0] if isinstance(answers, list) and answers else answers
+    if not isinstance(answer, str) or not answer.strip():
+        return None
+    return text_field(record, "context"), question_prompt(tokenizer, text_field(record, "question")), answer.strip()
+
+
+def _summary_in(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
+    """The same of an article and its highlights. Paper: Appendix D.3."""
+    return text_field(record, "article"), chat_turn(tokenizer, SUMMARY), text_field(record, "highlights").strip()
+
+
+def _asked(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, minimum: int, kind: RecordKind) -> Shard:
+    """Documents, each once, what is asked of them, and what is to come."""
     grouped: dict[str, list[tuple[str, str]]] = {}
     titles: dict[str, str] = {}
     for record in records:
-        answers = record.get("answers", record.get("answer"))
-        answer = answers[0] if isinstance(answers, list) and answers else answers
-        if isinstance(answer, str) and answer.strip():
-            context = text_field(record, "context")
-            grouped.setdefault(context, []).append((text_field(record, "question"), answer.strip()))
+        found = _summary_in(record, tokenizer) if kind == "summary" else _question_in(record, tokenizer)
+        if found is not None:
+            context, prompt, answer = found
+            grouped.setdefault(context, []).append((prompt, answer))
             titles.setdefault(context, str(record.get("title") or context))
     contexts = [np.asarray(ids, np.int64) for ids in _encoded(grouped, tokenizer, literal=True)]
     rows = zip(contexts, grouped.values(), titles.values(), strict=True)
     kept = [(ids, pairs, title) for ids, pairs, title in rows if len(ids) >= minimum]
-    prompts = _encoded((question_prompt(tokenizer, q) for _, pairs, _ in kept for q, _ in pairs), tokenizer, literal=False)
+    prompts = _encoded((prompt for _, pairs, _ in kept for prompt, _ in pairs), tokenizer, literal=False)
     answers_ids = _encoded((a for _, pairs, _ in kept for _, a in pairs), tokenizer, literal=True)
     owner = np.repeat(np.arange(len(kept)), [len(pairs) for _, pairs, _ in kept]) if kept else np.zeros(0, np.int64)
     numbers: dict[str, int] = {}

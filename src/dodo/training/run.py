@@ -6,6 +6,7 @@ and the adapters as `save_pretrained` writes them in `best/` and `last/`.
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -242,7 +243,9 @@ def _teach(recipe: Recipe, dodo: Dodo, text: TextSource | None, questions: Quest
         batches = _texts_rebuilt(recipe, text, recipe.memory.lesson, "memory.lesson")
         with fused_lora(dodo.compressor.base) if recipe.running.fused else nullcontext():
             shown = tqdm(batches, "memory's lesson", unit="step", disable=not progress)
-            learn_embeddings(dodo.compressor, shown, lr=recipe.memory.lesson_lr)
+            loss = learn_embeddings(dodo.compressor, shown, lr=recipe.memory.lesson_lr)
+        if progress:
+            tqdm.write(f"memory's lesson: cosine {1 - loss:.2f} to the texts' embeddings", file=sys.stderr)
 
 
 def _texts_alone(recipe: Recipe, text: TextSource | None) -> list[Batch]:
