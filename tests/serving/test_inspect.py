@@ -56,9 +56,11 @@ def test_a_text_is_seen_and_kept_for_either_use(client, tmp_path):
     wanted = {use: dodo.compress(TEXT, ratio=5, use=use).indices[0].tolist() for use in ("questions", "text")}
     assert wanted["questions"] != wanted["text"]
     asked = client(dodo)
+    assert asked.get("/v1/models").json()["data"][0]["by_use"]
     for more, use in (({}, "questions"), ({"use": "questions"}, "questions"), ({"use": "text"}, "text")):
         assert inspected(asked, ratio=5, **more)["selected"] == wanted[use]
         made = kept(asked, ratio=5, **more)
+        assert made["use"] == use
         (tmp_path / "a.nuggets").write_bytes(asked.get(f"/v1/contexts/{made['id']}/nuggets").content)
         assert Nuggets.load(tmp_path / "a.nuggets").indices[0].tolist() == wanted[use]
     data = {"file": ("a.nuggets", (tmp_path / "a.nuggets").read_bytes())}

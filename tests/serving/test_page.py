@@ -17,6 +17,7 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
 from dodo.serving.pages import PAGE
+from tests.serving.conftest import tiny_dodo
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
@@ -232,6 +233,27 @@ def test_a_text_is_rebuilt_and_its_differences_marked(opened):
     assert page.locator("#rebuilt").inner_text().split()[: len(TEXT.split())] == TEXT.split()  # what is put in stands apart
     lines = page.locator("#rebuilt del").first.evaluate("e => getComputedStyle(e).textDecorationLine")
     assert lines == "line-through"  # not by colour alone
+
+
+def test_a_text_is_rebuilt_from_nuggets_that_were_chosen_for_it_where_the_model_has_such(opened):
+    page, address = opened(dodo=tiny_dodo(scores_by_use=True))
+    read(page)
+    page.get_by_label("A question about the text").fill("Where did it live?")
+    page.get_by_role("button", name="Ask", exact=True).click()
+    for card in ("#from-nuggets", "#from-whole"):
+        expect(page.locator(f"{card} .facts")).to_contain_text("s in all")
+    for _ in range(2):
+        page.get_by_role("button", name="Rebuild the text").click()
+        expect(page.locator("#rebuild .facts")).to_contain_text("of the words came back")
+    assert sorted(uses(address)) == ["questions", "text"]
+    page.get_by_role("button", name="Another text").click()
+    page.wait_for_timeout(1000)
+    assert uses(address) == []
+
+
+def uses(address: str) -> list[str | None]:
+    with urllib.request.urlopen(f"{address}/v1/contexts") as answer:
+        return [context["use"] for context in json.load(answer)["data"]]
 
 
 def test_all_can_be_done_by_keyboard(opened):

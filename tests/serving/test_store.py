@@ -1,11 +1,14 @@
 """Laws of the store: what was acknowledged is there, whole, whatever happened."""
 
+import dataclasses
 import errno
 import os
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,24 @@ def test_what_is_added_is_loaded_also_by_another_that_has_the_folder_open_and_af
     assert same(two.load(context.id), made_up())
     one.close()
     assert opened().get(context.id) == context
+
+
+def test_what_nuggets_were_chosen_for_is_kept(opened):
+    store = opened()
+    for use in (None, "questions", "text"):
+        assert opened().get(store.add(dataclasses.replace(made_up(), use=use)).id).use == use
+
+
+def test_a_store_from_before_uses_were_kept_is_taken_over(opened, tmp_path):
+    store = opened()
+    before = store.add(made_up())
+    store.close()
+    with closing(sqlite3.connect(tmp_path / "store" / "contexts.sqlite3")) as database:
+        database.execute("ALTER TABLE contexts DROP COLUMN use")
+    again, beside = opened(), opened()
+    assert again.get(before.id) == before
+    assert same(beside.load(before.id), made_up())
+    assert beside.get(again.add(dataclasses.replace(made_up(), use="text")).id).use == "text"
 
 
 def test_ids_are_opaque_and_nothing_else_names_a_context(opened):

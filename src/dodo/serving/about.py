@@ -52,6 +52,7 @@ def _model(service: Service) -> dict[str, Any]:
         "window": dodo.compressor.window,
         "ratio": dodo.config.ratio,
         "trained_ratios": dodo.config.trained_ratios,
+        "by_use": dodo.config.by_use,
         "fingerprint": vars(dodo.fingerprint),
         "question_prompt": QUESTION,
     }

@@ -111,7 +111,11 @@ class InspectionObject(BaseModel):
 
 
 class ContextObject(BaseModel):
-    """A stored context. bytes are those of its keys and values, full_bytes those that all of its tokens would take."""
+    """A stored context.
+
+    bytes, full_bytes: of its keys and values, and what those of all its tokens would take.
+    use: what its nuggets were chosen for; null: for all uses alike, or not known.
+    """
 
     id: str
     object: Literal["context"] = "context"
@@ -125,6 +129,7 @@ class ContextObject(BaseModel):
     full_bytes: int
     stored_bytes: int
     sha256: str
+    use: Use | None
 
     @classmethod
     def of(cls, context: Context) -> "ContextObject":

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from dodo.config import Use
 from dodo.errors import InputError, NuggetsFileError, StoreDamaged, StoreFull, UnknownContext
 from dodo.nuggets import Nuggets
 from dodo.nuggets_file import StorageType
@@ -60,7 +61,8 @@ CREATE TABLE IF NOT EXISTS contexts (
     sha256 TEXT NOT NULL,
     base TEXT NOT NULL,
     tokenizer TEXT NOT NULL,
-    adapter TEXT NOT NULL
+    adapter TEXT NOT NULL,
+    use TEXT
 ) STRICT;
 CREATE INDEX IF NOT EXISTS contexts_by_file ON contexts (sha256);
 CREATE INDEX IF NOT EXISTS contexts_by_use ON contexts (used);
@@ -79,6 +81,7 @@ class Context:
     bytes, full_bytes: of the keys and values held, and of all tokens' in an ordinary cache.
     stored_bytes, sha256: of the file.
     base, tokenizer, adapter: the fingerprint.
+    use: what the nuggets were chosen for; None: for all uses alike, or not known (stores of before).
     """
 
     seq: int
@@ -97,6 +100,7 @@ class Context:
     base: str
     tokenizer: str
     adapter: str
+    use: Use | None = None
 
 
 class Store:
@@ -139,6 +143,8 @@ class Store:
         except (OSError, sqlite3.Error) as error:
             raise InputError(f"the store {folder} can't be used: {error}; give a folder that is writable") from None
         with self._writing():
+            if not any(column["name"] == "use" for column in self._db.execute("PRAGMA table_info(contexts)")):
+                self._db.execute("ALTER TABLE contexts ADD COLUMN use TEXT")
             self._sweep()
             self._alive.acquire()
             self._incoming.mkdir()
@@ -308,6 +314,7 @@ class Store:
             "full_bytes": nuggets.full_cache_nbytes,
             "stored_bytes": size,
             "sha256": digest,
+            "use": nuggets.use,
             **vars(nuggets.fingerprint),
         }
         names, marks = ", ".join(values), ", ".join("?" * len(values))

@@ -27,7 +27,7 @@ export function answer(section, model, about) {
     const [fromNuggets, fromWhole] = cards;
     const begun = Promise.withResolvers(); // the whole text waits for the first word from the nuggets, and slows nothing before it
     const nuggets = fill(fromNuggets, async (into, facts) => {
-      const id = await contextOf(source, { report: (said) => (facts.textContent = said), signal });
+      const id = await contextOf(source, "questions", { report: (said) => (facts.textContent = said), signal });
       const json = { ...request(asked), context_ids: [id] };
       await stream("v1/chat/completions", json, { into, facts, signal, first: begun.resolve });
     }).finally(begun.resolve);

@@ -1,18 +1,23 @@
-// The text as the server keeps it while this page asks about it: one context at a time, deleted when it is left behind.
+// The text as the server keeps it while this page asks about it: one text at a time, deleted when it is left behind.
 
 import { ask, call, events } from "./api.js";
 
-let held = null; // {text, ratio, reports, made: a promise of its id}
+let held = null; // {text, ratio, of: by use, {reports, made: a promise of its id}}
 
-/** The id of the context of a text at a ratio. `report` is told how far compressing has come; `signal` ends the waiting only. */
-export function contextOf({ text, name, ratio }, { report, signal }) {
+/** The id of the context of a text at a ratio for a use. `report` is told how far compressing has come; `signal` ends the waiting only. */
+export function contextOf({ text, name, ratio }, use, { report, signal }) {
   if (held?.text !== text || held.ratio !== ratio) {
     leave();
-    const mine = (held = { text, ratio, reports: new Set() });
-    mine.made = make({ text, ratio, name: name.slice(0, 200) }, mine.reports);
-    mine.made.catch(() => held === mine && (held = null));
+    held = { text, ratio, of: new Map() };
   }
-  const { made, reports } = held;
+  const { of } = held;
+  if (!of.has(use)) {
+    const mine = { reports: new Set() };
+    mine.made = make({ text, ratio, use, name: name.slice(0, 200) }, mine.reports);
+    mine.made.catch(() => of.get(use) === mine && of.delete(use));
+    of.set(use, mine);
+  }
+  const { made, reports } = of.get(use);
   reports.add(report);
   const givenUp = new Promise((_, reject) => {
     signal.addEventListener("abort", () => {
@@ -25,7 +30,8 @@ export function contextOf({ text, name, ratio }, { report, signal }) {
 
 /** Delete what is kept. */
 export function leave() {
-  held?.made.then((id) => ask(`v1/contexts/${id}`, { method: "DELETE", keepalive: true })).catch(() => {}); // it may be gone
+  for (const { made } of held?.of.values() ?? [])
+    made.then((id) => ask(`v1/contexts/${id}`, { method: "DELETE", keepalive: true })).catch(() => {}); // it may be gone
   held = null;
 }
 

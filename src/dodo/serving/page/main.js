@@ -84,7 +84,7 @@ async function start() {
   $("#model").textContent = model.id;
   now.ratio = slide($("#ratio"), $("#ratio-shown"), model, reselect);
   const about = () => ({ ...now });
-  clearing.push(answer($("#ask"), model, about), rebuild($("#rebuild"), about));
+  clearing.push(answer($("#ask"), model, about), rebuild($("#rebuild"), model, about));
   listen(entry, read);
   $("#another").addEventListener("click", another);
   addEventListener("pagehide", leave);

@@ -6,8 +6,8 @@ import { difference } from "./difference.js";
 import { Running } from "./running.js";
 import { stream } from "./stream.js";
 
-/** Let a section rebuild the text that `about` gives. Returns how to empty it. */
-export function rebuild(section, about) {
+/** Let a section rebuild the text that `about` gives, from nuggets of its own if the model has such. Returns how to empty it. */
+export function rebuild(section, model, about) {
   const running = new Running(section);
   const into = section.querySelector("#rebuilt");
   const [facts, legend, error] = [".facts", ".legend", ".error"].map((name) => section.querySelector(name));
@@ -22,7 +22,7 @@ export function rebuild(section, about) {
   async function work(signal) {
     const source = about();
     try {
-      const id = await contextOf(source, { report: (said) => (facts.textContent = said), signal });
+      const id = await contextOf(source, model.by_use ? "text" : "questions", { report: (said) => (facts.textContent = said), signal });
       into.hidden = false;
       const { text } = await stream(`v1/contexts/${id}/reconstruction`, {}, { into, facts, signal });
       const found = difference(source.text, text);
