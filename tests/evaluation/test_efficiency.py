@@ -29,7 +29,9 @@ def test_what_is_held_is_a_ratio_th_of_the_whole_cache(dodo: Dodo, tmp_path: Pat
     items = task.items([str(tmp_path / "texts.jsonl")], dodo.tokenizer, None, 0)
     made = {item.key: row for item, row in zip(items, task.run(method, items), strict=True)}
     found = task.measure(items, made)
-    assert list(found) == ["41 tokens", "81 tokens"]
+    assert list(found) == ["41 tokens", "81 tokens", "one question"]
+    sooner = {n: found[f"{n} tokens"]["questions from which it is sooner"] == 1 for n in (41, 81)}
+    assert found["one question"] == {"n": 2, "sooner from tokens": 41 if all(sooner.values()) else 81 if sooner[81] else None}
     for n, values in ((41, found["41 tokens"]), (81, found["81 tokens"])):
         states = (n - 1) // 4 + 1
         assert values["states each"] == states

@@ -28,7 +28,7 @@ from dodo.evaluation.peers import Peer
 from dodo.evaluation.tasks import Item, Task
 from dodo.model import Dodo
 
-__all__ = ["LENGTHS", "Efficiency", "break_even"]
+__all__ = ["LENGTHS", "Efficiency", "break_even", "break_even_length"]
 
 LENGTHS = (512, 1024, 2048, 4096, 8000)
 """The last leaves room in a window of 8,192 for question and answer."""
@@ -130,7 +130,9 @@ class Efficiency(Task):
         }
 
     def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        return {item.group: {"n": 1, "states each": made[item.key]["states"], **made[item.key]} for item in items}
+        found = {item.group: {"n": 1, "states each": made[item.key]["states"], **made[item.key]} for item in items}
+        sooner = {values["tokens"]: values["questions from which it is sooner"] == 1 for values in found.values()}
+        return {**found, "one question": {"n": len(items), "sooner from tokens": break_even_length(sooner)}}
 
 
 class _ByDodo:
@@ -192,6 +194,17 @@ def break_even(once: float, each: float, other_once: float, other_each: float) -
     if each >= other_each:
         return 1 if once + each < other_once + other_each else None
     return max(1, math.floor((once - other_once) / (other_each - each)) + 1)
+
+
+def break_even_length(sooner: dict[int, bool]) -> int | None:
+    """The least of the lengths that were measured from which on one way is sooner than another; None if it is not at the longest.
+
+    >>> break_even_length({512: False, 1024: True, 2048: True}), break_even_length({512: True, 1024: False})
+    (1024, None)
+    """
+    lengths = sorted(sooner)
+    later = [length for length in lengths if not sooner[length]]
+    return next((length for length in lengths if not later or length > later[-1]), None)
 
 
 def _exactly(new: int) -> dict[str, Any]:

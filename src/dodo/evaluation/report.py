@@ -145,10 +145,14 @@ SECTIONS: dict[str, Section] = {
             "token over the whole, s": "whole: each further token, s",
             "bytes": "bytes held",
             "bytes of the whole": "whole: bytes held",
+            "peak memory, bytes": "peak memory of the process, bytes",
             "sooner from questions": "questions from which it is sooner",
             "cache kept": "the same, cache kept",
+            "sooner from tokens": "sooner from tokens",
         },
-        apart="An answer has 64 tokens. The paper gives no numbers.",
+        apart="An answer has 64 tokens. Sooner than reading the whole text: from so many questions on, and, of the lengths "
+        "measured, from so many tokens on at one question. Memory is that of the whole process, of a peer's its own. The paper gives "
+        "no numbers.",
     ),
     "optimal-selection": Section(
         "A search for better selections (Algorithm 1)",
