@@ -151,8 +151,8 @@ SECTIONS: dict[str, Section] = {
             "sooner from tokens": "sooner from tokens",
         },
         apart="An answer has 64 tokens. Sooner than reading the whole text: from so many questions on, and, of the lengths "
-        "measured, from so many tokens on at one question. Memory is that of the whole process, of a peer's its own. The paper gives "
-        "no numbers.",
+        "measured, from so many tokens on at one question. Memory is that of the whole process, of a peer's its own. The paper "
+        "gives no numbers.",
     ),
     "optimal-selection": Section(
         "A search for better selections (Algorithm 1)",
