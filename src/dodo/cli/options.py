@@ -201,6 +201,7 @@ def load_model(model: str, device: str | None, dtype: str) -> tuple["Dodo", floa
         silence_libraries()
         import torch
 
+        from dodo.base import computes_in
         from dodo.model import Dodo
 
         if device is not None:
@@ -210,6 +211,9 @@ def load_model(model: str, device: str | None, dtype: str) -> tuple["Dodo", floa
             loaded = Dodo.from_pretrained(model, device=device, dtype=kind, progress=report)
         except InputError as error:
             raise click.UsageError(f"--model {model}: {error}") from None
+    held = loaded.compressor.base.dtype
+    if dtype != "auto" and not computes_in(held, loaded.device):
+        note(f"this CPU does not compute in {dtype}: reading a text takes several times as long as with --dtype float32")
     return loaded, time.perf_counter() - began
 
 
