@@ -366,8 +366,12 @@ def _states(axes: Any, records: Sequence[Record], value: str, title: str) -> boo
         axes.errorbar(x, y, yerr=error, markersize=4, capsize=2, label=label, **look)
     axes.set_xlabel("states held of a document, on average")
     axes.set_ylabel(title)
-    if lines:  # beside the lines: there may be a dozen methods
-        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+    if lines:  # beside the lines, with room for a dozen methods and more
+        axes.set_xscale("symlog", linthresh=10)  # no states at all, and hundreds
+        axes.xaxis.set_major_formatter("{x:g}")
+        legend = axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+        labels = [text.get_text() for text in legend.get_texts()]
+        axes.figure.set_size_inches(5.6 + 0.075 * max(map(len, labels)), max(3.6, 0.6 + 0.2 * len(labels)))
     return bool(lines)
 
 
