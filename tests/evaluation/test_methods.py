@@ -27,7 +27,7 @@ def test_states_and_tokens_are_what_is_held(dodo, name):
     held = make_method(name, dodo, 4.0).read(DOCUMENTS)
     tokens = [len(dodo.document_ids(text)) for text in DOCUMENTS]
     assert held.tokens == tokens
-    wanted = {"full": tokens, "nodoc": [0, 0]}.get(name)
+    wanted = {"full": tokens, "theta": tokens, "nodoc": [0, 0]}.get(name)
     if wanted is None:
         wanted = [-(-n // 4) for n in tokens] if name == "truncate" else [-(-(n - 1) // 4) + 1 for n in tokens]
     assert held.states == wanted
@@ -50,6 +50,21 @@ def test_the_whole_text_is_read_as_one_turn_by_the_base(dodo):
         with dodo.compressor.adapters.use(None):
             made = dodo.compressor.base.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
         assert dodo.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True) == answer
+
+
+def test_a_fine_tuned_base_reads_all_of_the_text_with_theta_and_then_the_prompt(tmp_path):
+    dodo = Dodo.from_pretrained(save_model(tmp_path / "base"))
+    stir(dodo.compressor, scale=0.3)
+    method = make_method("theta", dodo, 4.0)
+    together = method.reply(method.read(DOCUMENTS), REQUESTS, max_new_tokens=8)
+    for document, request, answer in zip(DOCUMENTS, REQUESTS, together, strict=True):
+        prompt = dodo.tokenizer(chat_turn(dodo.tokenizer, request), add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([[*dodo.document_ids(document), *prompt]])
+        with dodo.compressor.adapters.use("theta"):
+            made = dodo.compressor.base.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
+        assert dodo.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True) == answer
+    base = make_method("full", dodo, 4.0)
+    assert together != base.reply(base.read(DOCUMENTS), REQUESTS, max_new_tokens=8)
 
 
 def test_lmsumm_asks_the_base_for_a_summary_and_reads_that(dodo):

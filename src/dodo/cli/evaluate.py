@@ -32,8 +32,8 @@ TASKS = {
     "delimiters": ("dodo", "stride", "random"),
     "optimal-selection": ("dodo", "stride", "random"),
     "efficiency": ("dodo", *PEERS),
-    "squad": ("dodo", "stride", "random", "icae", "full", "nodoc", "lmsumm", "truncate", *PEERS),
-    "summarization": ("dodo", "stride", "random", "icae", "full", "nodoc", "lmsumm", "truncate", *PEERS),
+    "squad": ("dodo", "stride", "random", "icae", "full", "theta", "nodoc", "lmsumm", "truncate", *PEERS),
+    "summarization": ("dodo", "stride", "random", "icae", "full", "theta", "nodoc", "lmsumm", "truncate", *PEERS),
     "perplexity": ("dodo", "threshold", "top-k", "stride", "compressive", "full", "theta"),
     "endless": ("dodo", "window", "full"),
 }
@@ -58,8 +58,8 @@ Examples:
     default="dodo",
     show_default=True,
     help="dodo; the same adapters with a stride or random selection; memory tokens, which need adapters of their own (icae); "
-    "the base with the whole text (full), no text, a summary by itself (lmsumm), or the text's end; or a peer on the same base "
-    "(kvpress-*, llmlingua: see --peers-python). "
+    "the base with the whole text (full), the same fine-tuned (theta, with adapters of its own), no text, a summary by itself "
+    "(lmsumm), or the text's end; or a peer on the same base (kvpress-*, llmlingua: see --peers-python). "
     "In perplexity: dodo (by a threshold that follows the text), one for all texts (threshold), top-k, stride, compressive "
     "(means), and the last states alone: full (base), theta. "
     "In endless: dodo (as in perplexity), the latest states alone (window), the base with everything (full).",

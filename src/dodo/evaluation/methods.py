@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dodo.adapters import THETA, AdapterName
 from dodo.architecture import logits_of
 from dodo.config import Use
 from dodo.errors import InputError
@@ -24,7 +25,19 @@ from dodo.nuggets import Nuggets
 from dodo.prompts import SHORTEN, chat_turn
 from dodo.selection import count_nuggets, stride
 
-__all__ = ["METHODS", "Compressed", "Forced", "Held", "Memorized", "Method", "Summarized", "Whole", "make_method", "own_ids"]
+__all__ = [
+    "METHODS",
+    "Compressed",
+    "Forced",
+    "Held",
+    "Memorized",
+    "Method",
+    "Summarized",
+    "Tuned",
+    "Whole",
+    "make_method",
+    "own_ids",
+]
 
 Choice = Literal["scorer", "stride", "random"]
 
@@ -226,14 +239,23 @@ class Whole:
         turns = [chat_turn(self.dodo.tokenizer, f"{document}\n{request}".strip()) for document, request in asked]
         return self._write(turns, max_new_tokens, exactly)
 
-    @torch.no_grad()
     def _write(self, prompts: Sequence[str], max_new_tokens: int, exactly: bool = False) -> list[str]:
+        return self._written(self._prompt_ids(prompts), max_new_tokens, exactly)
+
+    def _prompt_ids(self, prompts: Sequence[str]) -> list[list[int]]:
+        tokenizer = self.dodo.tokenizer
+        return [tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"] for prompt in prompts]
+
+    @torch.no_grad()
+    def _written(
+        self, rows: list[list[int]], max_new_tokens: int, exactly: bool = False, adapter: AdapterName | None = None
+    ) -> list[str]:
         dodo, tokenizer = self.dodo, self.dodo.tokenizer
-        rows = [tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"] for prompt in prompts]
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         ids, mask = pad_rows(rows, pad, left=True, device=dodo.device)
         base: Any = dodo.compressor.base
-        with dodo.compressor.adapters.use(None):
+        adapters = dodo.compressor.adapters
+        with adapters.merged(adapter) if adapter else adapters.use(None):
             made = base.generate(
                 input_ids=ids,
                 attention_mask=mask,
@@ -276,12 +298,27 @@ class Summarized(Whole):
         return Held([len(self.dodo.document_ids(text)) if text else 0 for text in summaries], tokens, summaries)
 
 
+class Tuned(Whole):
+    """Full, fine-tuned: theta reads the whole document and, behind it, the prompt as Dodo's decoder has it, for so it was trained
+    (a recipe's `model: full`). Paper: Section 6."""
+
+    def __init__(self, dodo: Dodo) -> None:
+        super().__init__(dodo, name="theta")
+
+    def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int, exactly: bool = False) -> list[str]:
+        turns = self._prompt_ids([chat_turn(self.dodo.tokenizer, request) for request in requests])
+        documents = [self.dodo.document_ids(text) for text in held.what]
+        rows = [[*document, *turn] for document, turn in zip(documents, turns, strict=True)]
+        return self._written(rows, max_new_tokens, exactly, THETA)
+
+
 METHODS: dict[str, Callable[[Dodo, float, Use], Method]] = {
     "dodo": lambda dodo, ratio, use: Compressed(dodo, ratio=ratio, use=use),
     "stride": lambda dodo, ratio, use: Compressed(dodo, ratio=ratio, choice="stride", use=use),
     "random": lambda dodo, ratio, use: Compressed(dodo, ratio=ratio, choice="random", use=use),
     "icae": lambda dodo, ratio, use: Memorized(dodo, ratio=ratio),
     "full": lambda dodo, ratio, use: Whole(dodo, name="full"),
+    "theta": lambda dodo, ratio, use: Tuned(dodo),
     "nodoc": lambda dodo, ratio, use: Whole(dodo, name="nodoc", ratio=float("inf")),
     "lmsumm": lambda dodo, ratio, use: Summarized(dodo, ratio=ratio),
     "truncate": lambda dodo, ratio, use: Whole(dodo, name="truncate", ratio=ratio),

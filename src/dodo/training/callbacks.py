@@ -135,7 +135,7 @@ class Validation(_EachStep):
             trainer.should_stop = True
 
     def _measured(self, trainer: Trainer, module: Any, step: int) -> dict[str, float]:
-        own: dict[str, tuple[Way, ...]] = {"compressive": ("pooled",), "icae": ("memory",)}
+        own: dict[str, tuple[Way, ...]] = {"compressive": ("pooled",), "icae": ("memory",), "full": ("whole",)}
         ways = own.get(self._recipe.model, ("scorer", "stride"))
         row = validate(module.dodo, self._batches, ways)
         first = next(iter(self._batches))

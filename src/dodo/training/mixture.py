@@ -80,6 +80,8 @@ def way_at(recipe: Recipe, number: int) -> Way:
         return "pooled"
     if recipe.model == "icae":
         return "memory"
+    if recipe.model == "full":
+        return "whole"
     begin, end = recipe.selection.handover
     step = number // recipe.running.batches_per_step
     share = 1.0 if step >= end else 0.0 if step < begin else (step - begin) / (end - begin)

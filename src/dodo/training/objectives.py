@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dodo.adapters import THETA
 from dodo.architecture import backbone, logits_of
 from dodo.autoregressive import Autoregressive
 from dodo.compressive import Compressive
@@ -28,9 +29,10 @@ from dodo.training.fused import linear_cross_entropy
 
 __all__ = ["Loss", "Way", "batch_loss", "encode", "remember", "select_rows"]
 
-Way = Literal["scorer", "stride", "pooled", "memory"]
+Way = Literal["scorer", "stride", "pooled", "memory", "whole"]
 """How tokens are selected: as the configuration says; by a fixed stride, the control that a learned selection must beat; or not
-at all, where the past of an autoregressive LM is averaged (`Compressive`) or memory tokens hold the text (`Icae`)."""
+at all, where the past of an autoregressive LM is averaged (`Compressive`), memory tokens hold the text (`Icae`), or theta reads
+the whole of it (Full, fine-tuned)."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ def batch_loss(
     soft = batch.objective == "autoencoding"
     if batch.objective == "autoregressive":
         states = _read_on(compressor, batch, way)
+    elif way == "whole":
+        states = _read_whole(compressor, batch)
     elif way == "memory":
         memory = remember(compressor, batch)
         states = Icae(compressor).decode(memory, batch.decoder, batch.decoder_mask, soft_token=soft)
@@ -114,6 +118,19 @@ def batch_loss(
     weights = torch.full((len(targets_N),), 1.0 / divisor, device=states.device)
     total, losses, hits = linear_cross_entropy(states_ND, head, targets_N, weights)
     return Loss(total, len(targets_N), float(losses.sum()), int(hits.sum()))
+
+
+def _read_whole(compressor: Compressor, batch: Batch) -> Tensor:
+    """States [B, M, D] of the decoder's tokens by theta alone, behind the whole document. Paper: Section 6 (Full)."""
+    rows = slice(None) if batch.rows is None else batch.rows
+    ids = torch.cat([batch.documents[rows], batch.decoder], dim=1)
+    mask = torch.cat([batch.document_mask[rows], batch.decoder_mask], dim=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # documents are padded on the right, between them and what follows
+    with compressor.adapters.use(THETA):
+        base = backbone(compressor.base)
+        states = base(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
+    own: Tensor = states[:, batch.documents.shape[1] :]
+    return own
 
 
 def _read_on(compressor: Compressor, batch: Batch, way: Way) -> Tensor:

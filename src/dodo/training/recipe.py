@@ -200,9 +200,9 @@ class Recipe:
 
     base: str
     name: str = "dodo"
-    model: Literal["dodo", "compressive", "icae"] = "dodo"
-    """What is trained: Dodo; theta alone over means of the past, the baseline of Section 5.1; or memory tokens with phi, that of
-    Section 4.1."""
+    model: Literal["dodo", "compressive", "icae", "full"] = "dodo"
+    """What is trained: Dodo; theta alone over means of the past, the baseline of Section 5.1; memory tokens with phi, that of
+    Section 4.1; or theta alone over the whole text, the fine-tuned Full of Section 6."""
     start: str | None = None
     """Folder of adapters and scorer to start from; None: fresh ones."""
     start_with: Literal["all", "scorer"] = "all"
@@ -218,6 +218,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.model == "compressive":
             self._check_compressive()
+        if self.model == "full":
+            self._check_full()
         if self.model != "icae" and self.memory.lesson:
             raise InputError("memory.lesson is for model: icae, which alone has memory tokens")
         if self.model == "icae" and (self.mixture.autoregressive or self.mixture.distillation or self.selection.lessons):
@@ -234,6 +236,18 @@ class Recipe:
         if any(getattr(self.mixture, name) for name in others) or self.selection.lessons:
             names = ", ".join([*others, "warm_start", "cost_start"])
             raise InputError(f"the compressive model has no scorer and one objective: {names} and asked_start are 0")
+
+    def _check_full(self) -> None:
+        whole = Draw(1.0, 1.0, 1.0)
+        if self.mixture.ratio != whole or self.mixture.question_ratio not in (None, whole):
+            raise InputError(
+                "model: full reads the whole text, so mixture.ratio and question_ratio are {low: 1, mode: 1, high: 1}"
+            )
+        fits = ("question", "continuation")
+        others = [name for name in typing.get_args(Objective) if name not in fits]
+        if any(getattr(self.mixture, name) for name in others) or self.selection.lessons:
+            names = ", ".join([*others, "warm_start", "cost_start"])
+            raise InputError(f"model: full selects nothing and can learn {' and '.join(fits)}: {names} and asked_start are 0")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as YAML and JSON have them."""

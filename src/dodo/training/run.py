@@ -223,7 +223,7 @@ def _check_window(recipe: Recipe, window: int) -> None:
 
 def _sample(recipe: Recipe, text: TextSource | None) -> list[list[int]]:
     """Texts to estimate thresholds from: about sixteen thousand tokens."""
-    if text is None or recipe.model == "icae":  # which has no scorer
+    if text is None or recipe.model in ("icae", "full"):  # which have no scorer
         return []
     length = min(512, text.longest)
     return text.autoencoding(16_384 // length, length, 1.0, np.random.default_rng((recipe.running.seed, 4))).documents.tolist()
