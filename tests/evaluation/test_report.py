@@ -139,3 +139,29 @@ def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("[")
     with pytest.raises(InputError, match=r"broken.json is no record"):
         read_results(tmp_path)
+
+
+def test_methods_are_compared_item_by_item_with_dodo_at_their_ratio(tmp_path: Path) -> None:
+    values = {"all": {"n": 3, "accuracy": 0.5, "standard error": 0.25, "states each": 10.0}}
+
+    def record(name: str, method: str, ratio: float | None, each: list[int] | None, **settings: Any) -> None:
+        more = {} if each is None else {"each": {"all": each}}
+        put(tmp_path, name, "squad", method, ratio, values, settings={"seed": 0, **settings}, **more)
+
+    record("a", "dodo", 5.0, [1, 1, 0, 1])
+    record("b", "dodo", 10.0, [0, 0, 1])
+    record("c", "stride", 5.0, [0, 1, 0])  # 1, 0, 0 on the first three: 1/3, with an error of (1/3)^(1/2) / 3^(1/2)
+    record("d", "full", None, [1, 1, 1, 1])  # beside each ratio: 0, 0, -1, 0 and -1, -1, 0
+    record("e", "random", 5.0, [1, 1, 1, 1], seed=1)
+    record("f", "truncate", 5.0, None)
+    record("g", "lmsumm", 5.0, [1, 1, 1, 1], data=["others.jsonl"])
+    write_report(read_results(tmp_path), tmp_path / "results.md")
+    text = (tmp_path / "results.md").read_text()
+    compared = text[text.index("Item by item") : text.index("In the paper")]
+    rows = [line.split(" | ")[:6] for line in compared.splitlines() if "jsonl" in line]
+    assert rows == [
+        ["| full", "5", "texts.jsonl", "all", "4", "-0.250 ± 0.250"],
+        ["| full", "10", "texts.jsonl", "all", "3", "-0.667 ± 0.333"],
+        ["| stride", "5", "texts.jsonl", "all", "3", "+0.333 ± 0.333"],
+    ]
+    assert "| stride | 5 | texts.jsonl | all | 3 | +0.333 ± 0.333 | trained 01234567 | trained 01234567 |" in compared

@@ -11,7 +11,7 @@ import torch
 from dodo.errors import InputError
 from dodo.evaluation.methods import METHODS, make_method
 from dodo.evaluation.scoring import rouge
-from dodo.evaluation.tasks import Delimiters, Item, Multilingual, Summarization
+from dodo.evaluation.tasks import Delimiters, Item, Multilingual, Squad, Summarization
 from dodo.model import Dodo
 from dodo.prompts import SUMMARY, chat_turn
 from tests.cli.tiny import TEXT, save_model
@@ -89,6 +89,14 @@ def test_summaries_are_scored_beside_the_highlights(dodo: Dodo, tmp_path: Path) 
     assert found["n"] == 2
     for name in ("rouge1", "rouge2", "rougeL"):
         assert found[name] == pytest.approx(sum(rouge(text, "Dodos lived on Mauritius.")[name] for text in texts) / 2)
+    each = [rouge(text, "Dodos lived on Mauritius.")["rougeL"] for text in texts]
+    assert task.each(items, made)["all"] == pytest.approx(each, abs=0.006)
     with pytest.raises(InputError, match="no text field 'article'"):
         (tmp_path / "other.jsonl").write_text(json.dumps({"text": TEXT}))
         task.items([str(tmp_path / "other.jsonl")], dodo.tokenizer, None, 0)
+
+
+def test_values_of_single_questions_stand_in_the_order_of_the_items_however_they_were_done() -> None:
+    items = [Item(f"q{i}", TEXT, "all", "?", ("dodo",)) for i in range(4)]
+    made = {f"q{i}": {"right": i in (1, 2), "states": 2, "tokens": 6} for i in (3, 1, 0)}
+    assert Squad().each(items, made) == {"all": [0, 1, 0]}

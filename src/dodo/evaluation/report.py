@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dodo.errors import InputError
+from dodo.evaluation.paired import differences
 
 if TYPE_CHECKING:
     from dodo.model import Dodo
@@ -29,7 +30,7 @@ class Section:
 
     title: heading. columns: values of a group that are shown, by heading; their errors stand behind `error`. error: of a value's
     name, the name of its standard error. paper: rows of the paper, each with the model, or the reason why there are none.
-    apart: why ours differ.
+    apart: why ours differ. single: what the values of single items are, by which methods are compared item by item.
     """
 
     title: str
@@ -37,6 +38,7 @@ class Section:
     paper: tuple[tuple[str, ...], ...] = ()
     head: tuple[str, ...] = ()
     apart: str = ""
+    single: str = "BLEU"
     error: Callable[[str], str] = "{} standard error".format
 
 
@@ -116,6 +118,7 @@ SECTIONS: dict[str, Section] = {
         apart="Shares, not per cent. The paper's LLaMA-2-7B-chat was not fine-tuned on questions, ours was. Of 600 "
         "questions a standard error is at most 2.0 points, of 300 2.9, of 200 3.5; more of them were left out for the time that "
         f"they take. {_SMALL}",
+        single="right",
         error=lambda _: "standard error",
     ),
     "summarization": Section(
@@ -127,7 +130,9 @@ SECTIONS: dict[str, Section] = {
             ("Full, fine-tuned", "1", "37.7", "15.6", "35.3"),
             ("Dodo, fine-tuned", "10", "39.9", "14.6", "37.0"),
         ),
-        apart=f"What ships is not fine-tuned on summaries; smollm2-135m-summaries is, on 200 articles. {_SMALL}",
+        apart="What ships is not fine-tuned on summaries; smollm2-135m-summaries is, on 200 articles, and over the same, whole, "
+        f"smollm2-135m-summaries-full. {_SMALL}",
+        single="ROUGE-L",
     ),
     "delimiters": Section(
         "Which tokens become nuggets (Figure 5)",
@@ -205,6 +210,8 @@ def write_report(results: dict[str, list[Record]], page: Path, figures: Sequence
     for task, records in results.items():
         section = SECTIONS[task]
         lines += [f"## {section.title}", "", *_table(section, records), ""]
+        if rows := _paired(section, records):
+            lines += ["Item by item, Dodo less another method at the same ratio, or less one that has none:", "", *rows, ""]
         for figure in figures:
             if figure.name.startswith(f"{task}."):
                 lines += [f"![{section.title}]({figure.relative_to(page.parent).as_posix()})", ""]
@@ -236,6 +243,29 @@ def _table(section: Section, records: Sequence[Record]) -> list[str]:
             base = " ".join(filter(None, (settings["base"], settings.get("dtype"))))
             rows.append((*where, group, str(count), held, *shown, base, made_with, str(record["commit"])[:7]))
     return _rows(("method", "ratio", "data", "group", "n", "states", *section.columns, "base", "adapters", "commit"), rows)
+
+
+def _paired(section: Section, records: Sequence[Record]) -> list[str]:
+    rows = []
+    for found in differences(records):
+        settings = found.other["settings"]
+        where = (
+            method_of(settings),
+            f"{found.dodo['settings']['ratio']:g}",
+            ", ".join(settings["data"]),
+            found.group,
+            str(found.n),
+        )
+        shown = _shown({section.single: found.mean, "error": found.error}, section.single, "error")
+        rows.append(
+            (
+                *where,
+                shown if shown.startswith("-") else f"+{shown}",
+                " ".join(_adapters(found.other)),
+                " ".join(_adapters(found.dodo)),
+            )
+        )
+    return _rows(("method", "ratio", "data", "group", "n", section.single, "adapters", "Dodo's"), rows) if rows else []
 
 
 def method_of(settings: dict[str, Any]) -> str:

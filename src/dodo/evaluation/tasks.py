@@ -227,6 +227,10 @@ class Squad(Task):
             }
         return found
 
+    def each(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+        """1 for each question answered, 0 for the others."""
+        return {group: [int(made[item.key]["right"]) for item in mine] for group, mine in _grouped(items, made)}
+
 
 class Summarization(Task):
     """Summarise articles in one sentence, up to 128 greedy tokens: ROUGE-1, 2 and L. Table 4."""
@@ -259,6 +263,10 @@ class Summarization(Task):
                 found[group] |= {name: float(np.mean(values)), f"{name} standard error": error}
             found[group] |= _held(mine, made)
         return found
+
+    def each(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+        """ROUGE-L of each summary."""
+        return {group: [round(made[item.key]["rougeL"], 2) for item in mine] for group, mine in _grouped(items, made)}
 
 
 OF_LENGTHS: dict[str, type[Autoencoding]] = {task.name: task for task in (Autoencoding, Delimiters)}

@@ -1,0 +1,47 @@
+"""Methods against Dodo item by item: two that measured the same items differ by less noise than their means' errors say."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Difference", "differences"]
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Dodo's value of each item less another method's: the mean of n of them, and its standard error."""
+
+    dodo: Record
+    other: Record
+    group: str
+    n: int
+    mean: float
+    error: float
+
+
+def differences(records: Sequence[Record]) -> Iterator[Difference]:
+    """Every record of another method beside each of Dodo's of the same items at the same ratio; what has none beside all.
+
+    Args:
+        records: of one task. Those without values of single items (`each`) are passed over. Items are drawn in a fixed order, so
+            that of two with different limits the first ones are the same.
+    """
+    for other in records:
+        for dodo in records:
+            if other["settings"]["method"] == "dodo" or dodo["settings"]["method"] != "dodo" or not _same(dodo, other):
+                continue
+            for group, theirs in (other.get("each") or {}).items():
+                ours = (dodo.get("each") or {}).get(group, [])
+                n = min(len(ours), len(theirs))
+                if n > 1:
+                    less = np.array(ours[:n]) - np.array(theirs[:n])
+                    yield Difference(dodo, other, group, n, float(less.mean()), float(less.std(ddof=1) / n**0.5))
+
+
+def _same(dodo: Record, other: Record) -> bool:
+    names = ("data", "seed", "ratio") if other["settings"]["ratio"] is not None else ("data", "seed")
+    return all(dodo["settings"].get(name) == other["settings"].get(name) for name in names)
