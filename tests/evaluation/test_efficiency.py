@@ -10,8 +10,7 @@ import pytest
 from dodo.errors import InputError
 from dodo.evaluation import efficiency
 from dodo.evaluation.efficiency import Efficiency
-from dodo.evaluation.methods import make_method
-from dodo.evaluation.peers import states_of
+from dodo.evaluation.methods import make_method, states_of
 from dodo.model import Dodo
 from tests.cli.tiny import TEXT, save_model
 
@@ -55,7 +54,7 @@ def test_a_peer_has_the_base_beside_it(
         monkeypatch.setattr(method._worker, "ask", lambda do, **what: asked.append({"do": do, **what}) or ask(do, **what))  # type: ignore[attr-defined]
     (values,) = task.run(method, items)
     k = states_of(dodo, dodo.tokenizer.decode(task._ids[:41]), 4.0)
-    assert (values["bytes held"], values["peak memory of the process, bytes"]) == (bytes_per_state * k, 12345)
+    assert (values["bytes held"], values["peak memory, bytes"]) == (bytes_per_state * k, 12345)
     assert values["whole: bytes held"] > 0
     assert all(values[what] > 0 for what in ("encode, s", "whole: read, s", "first token, s", "whole: first token, s"))
     replies = [request for request in asked if request["do"] == "reply"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dodo.errors import InputError
-from dodo.evaluation.methods import METHODS, make_method
+from dodo.evaluation.methods import METHODS, make_method, own_ids
 from dodo.icae import Icae
 from dodo.memory import MemoryTokens
 from dodo.model import Dodo
@@ -72,12 +72,14 @@ def test_lmsumm_asks_the_base_for_a_summary_and_reads_that(dodo):
     held = method.read(DOCUMENTS[:1])
     n, words = held.tokens[0], -(-len(TEXT.split()) // 4)
     ids = dodo.tokenizer(chat_turn(dodo.tokenizer, SHORTEN.format(words=words, text=TEXT)), add_special_tokens=False)["input_ids"]
+    room = -(-(n - 1) // 4) + 1  # as many states as Dodo holds
     with dodo.compressor.adapters.use(None):
-        made = dodo.compressor.base.generate(input_ids=torch.tensor([ids]), max_new_tokens=-(-2 * n // 4), do_sample=False)
+        made = dodo.compressor.base.generate(input_ids=torch.tensor([ids]), max_new_tokens=room, do_sample=False)
     summary = dodo.tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True).strip()
-    assert held.what == [summary]
-    assert held.states == [len(dodo.document_ids(summary))]
-    whole = make_method("full", dodo, 4.0)
+    assert summary.startswith(held.what[0])
+    assert held.states == [min(room, len(own_ids(dodo, summary)))]
+    assert held.states == make_method("lmsumm", dodo, 4.0).read(DOCUMENTS).states[:1]  # a longer one beside it changes nothing
+    whole, summary = make_method("full", dodo, 4.0), held.what[0]
     assert method.reply(held, REQUESTS[:1], max_new_tokens=8) == whole.reply(
         whole.read([summary]), REQUESTS[:1], max_new_tokens=8
     )

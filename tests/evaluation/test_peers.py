@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dodo.errors import InputError
-from dodo.evaluation.methods import make_method
-from dodo.evaluation.peers import PEERS, Peer, Pressed, Shortened, export_base, find_python, make_peer, states_of
+from dodo.evaluation.methods import make_method, states_of
+from dodo.evaluation.peers import PEERS, Peer, Pressed, Shortened, export_base, find_python, make_peer
 from dodo.evaluation.peers import SCRIPT as SCRIPT_OF_PEERS
 from dodo.evaluation.worker import Worker
 from dodo.model import Dodo

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from dodo.errors import InputError
 
-__all__ = ["NON_COMMERCIAL", "permits_commercial_use", "read_records", "resolve", "text_field"]
+__all__ = ["NON_COMMERCIAL", "answers_field", "permits_commercial_use", "read_records", "resolve", "text_field"]
 
 Record = dict[str, Any]
 
@@ -81,6 +81,23 @@ def text_field(record: Record, name: str = "text") -> str:
     if not isinstance(value, str):
         raise InputError(f"a record has no text field {name!r}; its fields are {', '.join(sorted(record)) or 'none'}")
     return value
+
+
+def answers_field(record: Record) -> tuple[str, ...]:
+    """The right answers of a question: `answers`, a list or, as SQuAD itself has them, one under `text`; or `answer`, a text.
+
+    Raises:
+        InputError: they are something else. No answers at all are none.
+    """
+    given = record.get("answers", record.get("answer"))
+    found = given.get("text") if isinstance(given, dict) else given
+    if isinstance(found, str):
+        found = [found]
+    if given is None:
+        return ()
+    if not isinstance(found, list | tuple) or not all(isinstance(answer, str) for answer in found):
+        raise InputError(f"answers are a list of texts, or {{'text': [...]}}, not {str(given)[:60]}")
+    return tuple(found)
 
 
 def _read_lines(path: str) -> Iterator[Record]:

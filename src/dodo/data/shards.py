@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
-from dodo.data.reading import permits_commercial_use, read_records, resolve, text_field
+from dodo.data.reading import answers_field, permits_commercial_use, read_records, resolve, text_field
 from dodo.errors import InputError
 from dodo.fingerprint import of_tokenizer
 from dodo.prompts import SUMMARY, chat_turn, question_prompt
@@ -165,10 +165,10 @@ def _texts(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
 
 def _question_in(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
     """Document, prompt and answer; None if there is no answer. Paper: Appendix D.2."""
-    answers = record.get("answers", record.get("answer"))
-    answer = answers[0] if isinstance(answers, list) and answers else answers
-    if not isinstance(answer, str) or not answer.strip():
+    answers = answers_field(record)
+    if not answers or not answers[0].strip():
         return None
+    answer = answers[0]
     return text_field(record, "context"), question_prompt(tokenizer, text_field(record, "question")), answer.strip()
 
 

@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from dodo.config import Use
 from dodo.data.reading import read_records, resolve, text_field
 from dodo.errors import InputError
 from dodo.evaluation.methods import Compressed, Held
+from dodo.evaluation.peak import forget_peak, peak
 from dodo.evaluation.peers import Peer
 from dodo.evaluation.tasks import Item, Task
 from dodo.model import Dodo
@@ -82,21 +82,26 @@ class Efficiency(Task):
                 "leave that --length out"
             )
         ids = torch.tensor([self._ids[:length]], device=dodo.device)
+        question = torch.tensor([asked], device=dodo.device)
+        whole = torch.cat([ids, question], dim=1)
 
         def read() -> Any:
             with dodo.compressor.adapters.use(None):
                 return base(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_argument(base): DynamicCache()})
-
-        way.encode()
-        kept = read()[cache_argument(base)]
-        question = torch.tensor([asked], device=dodo.device)
-        whole = torch.cat([ids, question], dim=1)
 
         def write(new: int, cache: Any = None) -> None:
             inputs = {} if cache is None else {cache_argument(base): copy.deepcopy(cache)}
             with dodo.compressor.adapters.use(None):
                 base.generate(input_ids=whole, attention_mask=torch.ones_like(whole), pad_token_id=0, **_exactly(new), **inputs)
 
+        way.forget_peak()
+        way.encode()
+        way.ask(NEW_TOKENS)
+        mine_at_most = way.peak()
+        forget_peak(dodo.device)
+        write(NEW_TOKENS)
+        whole_at_most = peak(dodo.device)
+        kept = read()[cache_argument(base)]
         seconds = _in_turn(
             {
                 "encode": way.encode,
@@ -118,9 +123,10 @@ class Efficiency(Task):
             **{f"{name}, s": value for name, value in seconds.items()},
             "each further token, s": per_token,
             "whole: each further token, s": whole_per_token,
-            "bytes held": way.held.nbytes,
+            "bytes held": way.held.nbytes[0],
             "whole: bytes held": held_bytes(kept),
-            "peak memory of the process, bytes": way.peak(),
+            "peak memory, bytes": mine_at_most,
+            "whole: peak memory, bytes": whole_at_most,
             "questions from which it is sooner": break_even(seconds["encode"], mine, 0.0, seconds["whole: first token"] + theirs),
             "the same, cache kept": break_even(
                 seconds["encode"], mine, seconds["whole: read"], seconds["whole: first token, cache kept"] + theirs
@@ -130,7 +136,10 @@ class Efficiency(Task):
         }
 
     def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        found = {item.group: {"n": 1, "states each": made[item.key]["states"], **made[item.key]} for item in items}
+        found = {}
+        for item in items:
+            row = made[item.key]
+            found[item.group] = {"n": 1, "states each": row["states"], "ratio": row["tokens"] / row["states"], **row}
         sooner = {values["tokens"]: values["questions from which it is sooner"] == 1 for values in found.values()}
         return {**found, "one question": {"n": len(items), "sooner from tokens": break_even_length(sooner)}}
 
@@ -146,18 +155,16 @@ class _ByDodo:
 
     def encode(self) -> None:
         nuggets = self.dodo.compress_ids([self._ids], ratio=self._ratio)
-        self.held = Held(nuggets.states.tolist(), [len(self._ids)], nuggets, nuggets.keys.nbytes + nuggets.values.nbytes)
+        self.held = Held(nuggets.states.tolist(), [len(self._ids)], nuggets, [nuggets.nbytes])
 
     def ask(self, new: int) -> None:
         self.dodo.generate_ids(self.held.what, [self._asked], **_exactly(new))
 
+    def forget_peak(self) -> None:
+        forget_peak(self.dodo.device)
+
     def peak(self) -> int | None:
-        """Highest resident bytes of the process so far (Linux), or of the GPU."""
-        if self.dodo.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.dodo.device)
-        status = Path("/proc/self/status")
-        lines = status.read_text().splitlines() if status.exists() else []
-        return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)
+        return peak(self.dodo.device)
 
 
 class _ByPeer:
@@ -176,6 +183,9 @@ class _ByPeer:
         request = prompts.QUESTION.format(question=QUESTION)
         self._method.reply(self.held, [request], max_new_tokens=new, exactly=True)
 
+    def forget_peak(self) -> None:
+        self._method.forget_peak()
+
     def peak(self) -> int | None:
         return self._method.peak()
 
@@ -186,13 +196,14 @@ def _asked(dodo: Dodo) -> list[int]:
 
 
 def break_even(once: float, each: float, other_once: float, other_each: float) -> int | None:
-    """The least number of questions from which one way is cheaper than another; None if it never is.
+    """The least number of questions from which on one way is cheaper than another; None if there is none.
 
     >>> break_even(10.0, 1.0, 0.0, 3.0), break_even(1.0, 1.0, 2.0, 1.0), break_even(1.0, 2.0, 0.0, 2.0)
     (6, 1, None)
+    >>> break_even(1.0, 3.0, 5.0, 2.0)  # cheaper for one question only
     """
     if each >= other_each:
-        return 1 if once + each < other_once + other_each else None
+        return 1 if each == other_each and once < other_once else None
     return max(1, math.floor((once - other_once) / (other_each - each)) + 1)
 
 

@@ -6,18 +6,20 @@ positions when they are decoded.
 """
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dodo.adapters import THETA, AdapterName
-from dodo.architecture import logits_of
+from dodo.architecture import logits_of, state_bytes
 from dodo.config import Use
-from dodo.errors import InputError
+from dodo.errors import InputError, WindowError
 from dodo.generation import pad_rows
 from dodo.icae import Icae
 from dodo.model import Dodo
@@ -37,6 +39,7 @@ __all__ = [
     "Whole",
     "make_method",
     "own_ids",
+    "states_of",
 ]
 
 Choice = Literal["scorer", "stride", "random"]
@@ -47,13 +50,13 @@ class Held:
     """Documents as a method holds them.
 
     states: of each document; not whole where heads hold different numbers. tokens: of each document. what: the method's own.
-    nbytes: of all documents, where the method tells.
+    nbytes: of each document's states, padding left out; of a text that the base reads, those of its whole cache.
     """
 
     states: Sequence[float]
     tokens: list[int]
     what: Any
-    nbytes: int | None = None
+    nbytes: Sequence[float]
 
 
 class Forced(NamedTuple):
@@ -100,7 +103,7 @@ class Compressed:
     def __init__(self, dodo: Dodo, *, ratio: float, choice: Choice = "scorer", use: Use = "text", seed: int = 0) -> None:
         self.dodo, self.ratio, self.choice, self.use = dodo, ratio, choice, use
         self.name: str = "dodo" if choice == "scorer" else choice
-        self._generator = torch.Generator().manual_seed(seed)
+        self._seed = seed
 
     @torch.no_grad()
     def read(self, documents: Sequence[str]) -> Held:
@@ -109,20 +112,25 @@ class Compressed:
         else:
             rows = [self.dodo.document_ids(text) for text in documents]
             nuggets = self.encode(*pad_rows(rows, 0, left=False, device=self.dodo.device))
-        nbytes = nuggets.keys.nbytes + nuggets.values.nbytes
-        return Held(nuggets.states.tolist(), (nuggets.lengths + nuggets.sinks).tolist(), nuggets, nbytes)
+        states = nuggets.states.tolist()
+        return Held(states, (nuggets.lengths + nuggets.sinks).tolist(), nuggets, _cached(self.dodo, states))
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor) -> Nuggets:
         """Nuggets of token ids, int64 [B, T], chosen in this method's way."""
-        select_by = self._select_by(attention_mask.bool())
+        select_by = self._select_by(input_ids, attention_mask.bool())
         return self.dodo.compressor.encode(input_ids, attention_mask, ratio=self.ratio, use=self.use, select_by=select_by)
 
-    def _select_by(self, mask: Tensor) -> Tensor | None:
+    def _select_by(self, input_ids: Tensor, mask: Tensor) -> Tensor | None:
         if self.choice == "scorer":
             return None
         if self.choice == "random":
-            return torch.rand(mask.shape, generator=self._generator).to(mask.device)
+            return torch.stack([self._drawn(ids, real) for ids, real in zip(input_ids, mask, strict=True)]).to(mask.device)
         return stride(mask, ratio=self.ratio, keep_first=self.dodo.config.keep_first)
+
+    def _drawn(self, ids: Tensor, real: Tensor) -> Tensor:
+        """Random scores, the same for a text in whatever company."""
+        drawn = np.random.default_rng((self._seed, zlib.crc32(str(ids[real].tolist()).encode())))
+        return torch.from_numpy(drawn.random(len(ids), dtype=np.float32))
 
     def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int) -> list[str]:
         prompts = [chat_turn(self.dodo.tokenizer, request) for request in requests]
@@ -166,7 +174,9 @@ class Memorized:
         rows = [self.dodo.document_ids(text) for text in documents]
         ids, mask = pad_rows(rows, 0, left=False, device=self.dodo.device)
         memory = self.icae.encode(ids, mask, slots=self.icae.slots(mask, ratio=self.ratio))
-        return Held(memory.counts.tolist(), [len(row) for row in rows], memory)
+        counts = memory.counts.tolist()
+        slot = memory.states.shape[2] * memory.states.element_size()
+        return Held(counts, [len(row) for row in rows], memory, [slot * count for count in counts])
 
     def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int) -> list[str]:
         tokenizer = self.dodo.tokenizer
@@ -195,6 +205,12 @@ class Memorized:
         raise InputError("method 'icae' selects no tokens")
 
 
+def _cached(dodo: Dodo, states: Sequence[float]) -> list[float]:
+    """Bytes of the keys and values of so many states of each document."""
+    base: Any = dodo.compressor.base
+    return [count * state_bytes(base.config, bytes_per_number=base.dtype.itemsize) for count in states]
+
+
 @torch.no_grad()
 def _forced(dodo: Dodo, documents: Sequence[str], decode: Callable[[Tensor, Tensor], Tensor]) -> list[Forced]:
     """See `Method.forced`. `decode` takes ids and mask [B, M - 1] and gives states [B, M, d], the soft token's first."""
@@ -205,6 +221,13 @@ def _forced(dodo: Dodo, documents: Sequence[str], decode: Callable[[Tensor, Tens
         nats = float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum"))
         found.append(Forced(nats, int(real.sum()), int((logits.argmax(-1) == wanted).sum())))
     return found
+
+
+def states_of(dodo: Dodo, document: str, ratio: float) -> int:
+    """How many states Dodo holds of a document: ceil(n / r), and one more where it keeps the first token."""
+    tokens = len(dodo.document_ids(document))
+    first = int(dodo.config.keep_first and tokens > 1)
+    return count_nuggets(tokens - first, ratio=ratio) + first
 
 
 def own_ids(dodo: Dodo, text: str) -> list[int]:
@@ -225,13 +248,15 @@ class Whole:
 
     def read(self, documents: Sequence[str]) -> Held:
         rows = [self.dodo.document_ids(text) for text in documents]
+        tokens = [len(row) for row in rows]
         if self.ratio is None:
-            return Held([len(r) for r in rows], [len(r) for r in rows], list(documents))
+            return Held(tokens, tokens, list(documents), _cached(self.dodo, tokens))
         if self.ratio == float("inf"):
-            return Held([0] * len(rows), [len(r) for r in rows], [""] * len(rows))
+            return Held([0] * len(rows), tokens, [""] * len(rows), [0] * len(rows))
         kept = [row[-count_nuggets(len(row), ratio=self.ratio) :] for row in rows]
         texts = [self.dodo.tokenizer.decode(row, skip_special_tokens=True) for row in kept]
-        return Held([len(r) for r in kept], [len(r) for r in rows], texts)
+        states = [len(row) for row in kept]
+        return Held(states, tokens, texts, _cached(self.dodo, states))
 
     def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int, exactly: bool = False) -> list[str]:
         """One greedy reply per document, to its end or `exactly` so long."""
@@ -251,6 +276,9 @@ class Whole:
         self, rows: list[list[int]], max_new_tokens: int, exactly: bool = False, adapter: AdapterName | None = None
     ) -> list[str]:
         dodo, tokenizer = self.dodo, self.dodo.tokenizer
+        needed, window = max(map(len, rows)) + max_new_tokens, dodo.compressor.window
+        if needed > window:
+            raise WindowError(f"{self.name} needs {needed:,} positions for text and answer, but the base's window has {window:,}")
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         ids, mask = pad_rows(rows, pad, left=True, device=dodo.device)
         base: Any = dodo.compressor.base
@@ -282,7 +310,7 @@ class Whole:
 class Summarized(Whole):
     """LMSumm: the base is asked to shorten the document to the r-th part of its words, and reads the summary in its place.
 
-    At most twice the r-th part of the document's tokens are written. Paper: Section 6, Appendix D.1.
+    Of the summary as many tokens count as Dodo would hold states. Paper: Section 6, Appendix D.1.
     """
 
     def __init__(self, dodo: Dodo, *, ratio: float) -> None:
@@ -294,8 +322,12 @@ class Summarized(Whole):
         wanted = [math.ceil(len(text.split()) / self._share) for text in documents]
         asked = [SHORTEN.format(words=words, text=text) for words, text in zip(wanted, documents, strict=True)]
         turns = [chat_turn(self.dodo.tokenizer, request) for request in asked]
-        summaries = [text.strip() for text in self._write(turns, math.ceil(2 * max(tokens) / self._share))]
-        return Held([len(self.dodo.document_ids(text)) if text else 0 for text in summaries], tokens, summaries)
+        rooms = [states_of(self.dodo, text, self._share) for text in documents]
+        written = [own_ids(self.dodo, text.strip()) for text in self._write(turns, max(rooms))]
+        kept = [ids[:room] for ids, room in zip(written, rooms, strict=True)]
+        states = [len(ids) for ids in kept]
+        summaries = [self.dodo.tokenizer.decode(ids, skip_special_tokens=True) for ids in kept]
+        return Held(states, tokens, summaries, _cached(self.dodo, states))
 
 
 class Tuned(Whole):
@@ -312,21 +344,23 @@ class Tuned(Whole):
         return self._written(rows, max_new_tokens, exactly, THETA)
 
 
-METHODS: dict[str, Callable[[Dodo, float, Use], Method]] = {
-    "dodo": lambda dodo, ratio, use: Compressed(dodo, ratio=ratio, use=use),
-    "stride": lambda dodo, ratio, use: Compressed(dodo, ratio=ratio, choice="stride", use=use),
-    "random": lambda dodo, ratio, use: Compressed(dodo, ratio=ratio, choice="random", use=use),
-    "icae": lambda dodo, ratio, use: Memorized(dodo, ratio=ratio),
-    "full": lambda dodo, ratio, use: Whole(dodo, name="full"),
-    "theta": lambda dodo, ratio, use: Tuned(dodo),
-    "nodoc": lambda dodo, ratio, use: Whole(dodo, name="nodoc", ratio=float("inf")),
-    "lmsumm": lambda dodo, ratio, use: Summarized(dodo, ratio=ratio),
-    "truncate": lambda dodo, ratio, use: Whole(dodo, name="truncate", ratio=ratio),
+METHODS: dict[str, Callable[[Dodo, float, Use, int], Method]] = {
+    "dodo": lambda dodo, ratio, use, seed: Compressed(dodo, ratio=ratio, use=use),
+    "stride": lambda dodo, ratio, use, seed: Compressed(dodo, ratio=ratio, choice="stride", use=use),
+    "random": lambda dodo, ratio, use, seed: Compressed(dodo, ratio=ratio, choice="random", use=use, seed=seed),
+    "icae": lambda dodo, ratio, use, seed: Memorized(dodo, ratio=ratio),
+    "full": lambda dodo, ratio, use, seed: Whole(dodo, name="full"),
+    "theta": lambda dodo, ratio, use, seed: Tuned(dodo),
+    "nodoc": lambda dodo, ratio, use, seed: Whole(dodo, name="nodoc", ratio=float("inf")),
+    "lmsumm": lambda dodo, ratio, use, seed: Summarized(dodo, ratio=ratio),
+    "truncate": lambda dodo, ratio, use, seed: Whole(dodo, name="truncate", ratio=ratio),
 }
-"""By name: from a model, a ratio and what documents are read for."""
+"""By name: from a model, a ratio, what documents are read for, and a seed."""
 
 
-def make_method(name: str, dodo: Dodo, ratio: float, *, use: Use = "text", peers_python: Path | None = None) -> Method:
+def make_method(
+    name: str, dodo: Dodo, ratio: float, *, use: Use = "text", seed: int = 0, peers_python: Path | None = None
+) -> Method:
     """A method by its name.
 
     Args:
@@ -334,6 +368,7 @@ def make_method(name: str, dodo: Dodo, ratio: float, *, use: Use = "text", peers
         dodo: base and adapters.
         ratio: tokens per state.
         use: what documents are read for; peers do not know it.
+        seed: of a random selection.
         peers_python: see `peers.find_python`.
 
     Raises:
@@ -345,4 +380,4 @@ def make_method(name: str, dodo: Dodo, ratio: float, *, use: Use = "text", peers
         return make_peer(name, dodo, ratio, python=peers_python)
     if name not in METHODS:
         raise InputError(f"there is no method {name!r}; methods are {', '.join((*METHODS, *PEERS))}")
-    return METHODS[name](dodo, ratio, use)
+    return METHODS[name](dodo, ratio, use, seed)

@@ -78,7 +78,8 @@ class OptimalSelection(Task):
     def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
         rows = [made[item.key] for item in items]
         counts = [row["counted"] for row in rows]
-        found: dict[str, Any] = {"n": len(rows)}
+        states, tokens = (sum(row[name] for row in rows) for name in ("states", "tokens"))
+        found: dict[str, Any] = {"n": len(rows), "states each": states / len(rows), "ratio": tokens / states}
         shares = [row["moved"] / row["nuggets"] for row in rows]
         found["share of nuggets moved"] = sum(shares) / len(shares)
         found["share of nuggets moved standard error"] = (

@@ -43,5 +43,7 @@ def differences(records: Sequence[Record]) -> Iterator[Difference]:
 
 
 def _same(dodo: Record, other: Record) -> bool:
-    names = ("data", "seed", "ratio") if other["settings"]["ratio"] is not None else ("data", "seed")
-    return all(dodo["settings"].get(name) == other["settings"].get(name) for name in names)
+    one, two = dodo["settings"], other["settings"]
+    names = ["data", "seed", "base fingerprint", *(["ratio"] if two["ratio"] is not None else [])]
+    names += ["first items"] if {"first items"} <= one.keys() & two.keys() else []  # older records do not tell
+    return all(one.get(name) == two.get(name) for name in names)

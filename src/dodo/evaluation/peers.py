@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from dodo.errors import InputError
-from dodo.evaluation.methods import Held, Whole
+from dodo.evaluation.methods import Held, Whole, states_of
 from dodo.evaluation.worker import Worker
 from dodo.model import Dodo
 from dodo.prompts import chat_turn
-from dodo.selection import count_nuggets
 
-__all__ = ["PEERS", "Peer", "Pressed", "Shortened", "around_document", "export_base", "find_python", "make_peer", "states_of"]
+__all__ = ["PEERS", "Peer", "Pressed", "Shortened", "around_document", "export_base", "find_python", "make_peer"]
 
 PEERS = (
     "kvpress-expected-attention",
@@ -62,8 +61,12 @@ class Peer(Whole):
         where = {"base": folder.name, "device": str(dodo.device), "threads": torch.get_num_threads()}
         self.versions: dict[str, str] = self._worker.ask("start", method=name, **where)["versions"]
 
+    def forget_peak(self) -> None:
+        """Count the worker's peak memory from now on."""
+        self._worker.ask("forget_peak")
+
     def peak(self) -> int | None:
-        """Highest resident bytes of the worker so far (Linux), or of the GPU."""
+        """Highest resident bytes of the worker (Linux), or of the GPU."""
         highest: int | None = self._worker.ask("peak")["bytes"]
         return highest
 
@@ -76,7 +79,7 @@ class Shortened(Peer):
         texts = self._worker.ask("read", documents=list(documents), states=states)["texts"]
         held = [len(self.dodo.document_ids(text)) if text else 0 for text in texts]
         tokens = [len(self.dodo.document_ids(text)) for text in documents]
-        return Held(held, tokens, texts, sum(len(text.encode()) for text in texts))
+        return Held(held, tokens, texts, [len(text.encode()) for text in texts])
 
 
 class Pressed(Peer):
@@ -137,13 +140,6 @@ def find_python(given: Path | None) -> Path:
             "or $DODO_PEERS_PYTHON says where its Python is"
         )
     return python.absolute()
-
-
-def states_of(dodo: Dodo, document: str, ratio: float) -> int:
-    """How many states Dodo holds of a document: ceil(n / r), and one more where it keeps the first token."""
-    tokens = len(dodo.document_ids(document))
-    first = int(dodo.config.keep_first and tokens > 1)
-    return count_nuggets(tokens - first, ratio=ratio) + first
 
 
 def around_document(dodo: Dodo) -> tuple[str, str]:

@@ -5,8 +5,8 @@ Requests are lines of JSON on standard input, and each is answered with a line o
     {"do": "start", "method": name, "base": folder, "device": "cpu", "threads": 2}    {"versions": {package: version}}
 
     a press:
-    {"do": "read", "before": ids, "documents": [ids, ...], "states": [k, ...]}        {"states": [number, ...], "bytes": number,
-                                                                                       "held": number}
+    {"do": "read", "before": ids, "documents": [ids, ...], "states": [k, ...]}        {"states": [number, ...],
+                                                                                       "bytes": [number, ...], "held": number}
     {"do": "reply", "held": number, "prompts": [ids, ...], "max_new_tokens": 64,
      "exactly": false}                                                                {"texts": [text, ...]}
 
@@ -15,6 +15,7 @@ Requests are lines of JSON on standard input, and each is answered with a line o
 
     both:
     {"do": "peak"}                                                                    {"bytes": number, or null}
+    {"do": "forget_peak"}                                                             {}
 
 What goes wrong is answered with {"error": a line}.
 """
@@ -58,8 +59,8 @@ class Press:
         """Compress documents; those of the read before are forgotten."""
         self.caches, self.number = [], self.number + 1
         held = [self._compress(before, ids, k) for ids, k in zip(documents, states, strict=True)]
-        layers = [layer for cache, *_ in self.caches for layer in cache.layers]
-        return {"states": held, "bytes": sum(layer.keys.nbytes + layer.values.nbytes for layer in layers), "held": self.number}
+        sizes = [sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) for cache, *_ in self.caches]
+        return {"states": held, "bytes": sizes, "held": self.number}
 
     def reply(self, *, held: int, prompts: list[list[int]], max_new_tokens: int, exactly: bool = False) -> dict[str, Any]:
         """Go on after each document, greedily, all documents at once; `exactly` so many tokens, for measuring."""
@@ -223,7 +224,7 @@ def _with_tuples(model: Any) -> Any:
 
 
 def peak() -> dict[str, Any]:
-    """Highest resident bytes of this process so far (Linux), or of the GPU."""
+    """Highest resident bytes of this process (Linux), or of the GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -233,6 +234,21 @@ def peak() -> dict[str, Any]:
             return {"bytes": next((1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM")), None)}
     except OSError:
         return {"bytes": None}
+
+
+def forget_peak() -> dict[str, Any]:
+    """Count the peak from now on, where the system can."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return {}
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="utf-8") as clear:
+            clear.write("5")
+    except OSError:
+        pass
+    return {}
 
 
 def start(*, method: str, base: str, device: str, threads: int) -> tuple[Any, dict[str, Any]]:
@@ -257,8 +273,8 @@ def main() -> None:
             try:
                 if do == "start":
                     peer, answer = start(**request)
-                elif do == "peak":
-                    answer = peak()
+                elif do in ("peak", "forget_peak"):
+                    answer = {"peak": peak, "forget_peak": forget_peak}[do]()
                 else:
                     answer = getattr(peer, do)(**request)
             except Exception as error:  # libraries raise whatever they stumble over

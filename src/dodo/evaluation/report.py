@@ -231,7 +231,7 @@ def _table(section: Section, records: Sequence[Record]) -> list[str]:
     rows = []
     for record in records:
         settings = record["settings"]
-        data = ", ".join(settings["data"])
+        data = _data_of(settings)
         made_with = " ".join(_adapters(record))
         where = (method_of(settings), "" if settings["ratio"] is None else f"{settings['ratio']:g}", data)
         for group, values in record["measured"].items():
@@ -249,23 +249,17 @@ def _paired(section: Section, records: Sequence[Record]) -> list[str]:
     rows = []
     for found in differences(records):
         settings = found.other["settings"]
-        where = (
-            method_of(settings),
-            f"{found.dodo['settings']['ratio']:g}",
-            ", ".join(settings["data"]),
-            found.group,
-            str(found.n),
-        )
         shown = _shown({section.single: found.mean, "error": found.error}, section.single, "error")
-        rows.append(
-            (
-                *where,
-                shown if shown.startswith("-") else f"+{shown}",
-                " ".join(_adapters(found.other)),
-                " ".join(_adapters(found.dodo)),
-            )
-        )
+        signed = shown if shown.startswith("-") else f"+{shown}"
+        ratio, where = f"{found.dodo['settings']['ratio']:g}", (_data_of(settings), found.group, str(found.n))
+        adapters = [" ".join(_adapters(record)) for record in (found.other, found.dodo)]
+        rows.append((method_of(settings), ratio, *where, signed, *adapters))
     return _rows(("method", "ratio", "data", "group", "n", section.single, "adapters", "Dodo's"), rows) if rows else []
+
+
+def _data_of(settings: dict[str, Any]) -> str:
+    names = settings["data"]
+    return ", ".join(names) if len(names) < 4 else f"{len(names)} files"
 
 
 def method_of(settings: dict[str, Any]) -> str:

@@ -1,17 +1,22 @@
 """A measurement from model to file: items in batches, what is done kept beside the result so that a stopped one goes on."""
 
+import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dodo.data.reading import resolve
 from dodo.errors import InputError
 from dodo.evaluation.efficiency import Efficiency
 from dodo.evaluation.endless import Endless, make_reader
 from dodo.evaluation.language_models import make_language_model
 from dodo.evaluation.methods import make_method
 from dodo.evaluation.optimal import OptimalSelection
+from dodo.evaluation.peak import forget_peak, peak
+from dodo.evaluation.peers import Peer
 from dodo.evaluation.perplexity import STATES, Perplexity
 from dodo.evaluation.record import about_machine, commit, today, write_json
 from dodo.evaluation.tasks import OF_LENGTHS, TASKS, Item, Task
@@ -85,8 +90,12 @@ def evaluate(
     else:
         ratio = dodo.config.ratio if ratio is None else ratio
         measuring = _measuring(task, lengths)
-        how = make_method(method, dodo, ratio, use=measuring.use, peers_python=peers_python)
+        how = make_method(method, dodo, ratio, use=measuring.use, seed=seed, peers_python=peers_python)
         items = measuring.items(sources, dodo.tokenizer, limit, seed)
+    if not items:
+        raise InputError(f"there is nothing to measure in {', '.join(sources)}: it has no records")
+    if twice := next((key for key, count in Counter(item.key for item in items).items() if count > 1), None):
+        raise InputError(f"two records have the id {twice!r}; each needs one of its own, or none")
     settings = {
         "task": task,
         "method": method,
@@ -98,7 +107,8 @@ def evaluate(
         "ratio": None if method in ("full", "nodoc", "theta", "window") else ratio,
         "selection": dodo.config.selection,
         "dtype": str(dodo.compressor.base.dtype).removeprefix("torch."),
-        "data": [Path(source).name for source in sources],
+        "data": [Path(source).name for source in resolve(sources)],
+        "first items": _first(items),
         "lengths": list(getattr(measuring, "lengths", ())) or None,
         "limit": limit,
         "seed": seed,
@@ -120,6 +130,9 @@ def evaluate(
         settings |= {"share of whole tokens": share if method == "dodo" else None}
     part = out.with_suffix(".part.jsonl")
     made, seconds = _done_before(part, settings)
+    if task in (Efficiency.name, OptimalSelection.name):  # an item takes minutes
+        batch = 1
+    _forget_peak(how, dodo)
     by_length = sorted(items, key=lambda item: len(item.document))  # so that little of a batch is padding
     for begin in range(0, len(items), batch):
         some = [item for item in by_length[begin : begin + batch] if item.key not in made]
@@ -139,6 +152,7 @@ def evaluate(
         "settings": settings,
         "measured": measuring.measure(items, made),
         "seconds": round(seconds, 1),
+        "peak memory, bytes": _peak(how, dodo),
         **about_machine(getattr(how, "versions", None)),
         "each": measuring.each(items, made),
         "examples": [_example(item, made[item.key]) for item in items[:examples]],
@@ -154,6 +168,22 @@ def _name_of(model: str) -> str | None:
     return (path.parent if path.name in ("last", "best") else path).name or None
 
 
+def _first(items: Sequence[Item]) -> str:
+    """A short hash of the first item of each group: draws from the same data agree in it, whatever their limits."""
+    firsts = {item.group: item for item in reversed(items)}
+    told = [(group, item.document, item.question, item.answers) for group, item in sorted(firsts.items())]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+def _forget_peak(how: Any, dodo: Dodo) -> None:
+    how.forget_peak() if isinstance(how, Peer) else forget_peak(dodo.device)
+
+
+def _peak(how: Any, dodo: Dodo) -> int | None:
+    """Of the process that measured, model and all; of a peer's its own."""
+    return how.peak() if isinstance(how, Peer) else peak(dodo.device)
+
+
 def _measuring(task: str, lengths: Sequence[int]) -> Task:
     if task in OF_LENGTHS or task == Efficiency.name:
         kind: Any = OF_LENGTHS.get(task, Efficiency)
@@ -164,19 +194,24 @@ def _measuring(task: str, lengths: Sequence[int]) -> Task:
 def _done_before(part: Path, settings: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], float]:
     if not part.exists():
         return {}, 0.0
-    lines = part.read_text(encoding="utf-8").splitlines()
-    made: dict[str, dict[str, Any]] = {}
-    seconds = 0.0
+    text = part.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:  # cut off while it was written: the whole lines before it count
+        part.write_text(whole, encoding="utf-8")
+    lines = whole.splitlines()
+    if not lines:
+        part.unlink()
+        return {}, 0.0
     try:
-        if json.loads(lines[0]) != settings:
-            raise InputError(f"{part} is of a measurement with other settings; delete it, or choose another --out")
-        for line in lines[1:]:
-            batch = json.loads(line)
-            made |= batch["made"]
-            seconds = batch["seconds"]
-    except (json.JSONDecodeError, IndexError, KeyError):  # cut off while it was written: the whole lines before it count
-        pass
-    return made, seconds
+        before, *batches = map(json.loads, lines)
+    except json.JSONDecodeError:
+        raise InputError(f"{part} is damaged; delete it to begin anew") from None
+    if before != settings:
+        raise InputError(f"{part} is of a measurement with other settings; delete it, or choose another --out")
+    made: dict[str, dict[str, Any]] = {}
+    for done in batches:
+        made |= done["made"]
+    return made, batches[-1]["seconds"] if batches else 0.0
 
 
 def _keep(part: Path, settings: dict[str, Any], made: dict[str, Any], some: Sequence[Item], seconds: float) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dodo.config import Use
-from dodo.data.reading import read_records, resolve, text_field
+from dodo.data.reading import answers_field, read_records, resolve, text_field
 from dodo.errors import InputError
-from dodo.evaluation.methods import Method
+from dodo.evaluation.methods import Held, Method
 from dodo.evaluation.scoring import contains_answer, corpus_bleu, perplexity, rouge, sentence_bleu, share_error, share_rebuilt
 from dodo.prompts import QUESTION, SUMMARY
 
@@ -30,6 +30,7 @@ __all__ = [
     "Squad",
     "Summarization",
     "Task",
+    "kept_of",
     "windows",
 ]
 
@@ -78,14 +79,16 @@ class Autoencoding(Task):
 
     name = "autoencoding"
 
-    def __init__(self, lengths: Sequence[int] = LENGTHS) -> None:
-        self.lengths = tuple(lengths)
+    def __init__(self, lengths: Sequence[int] | None = None) -> None:
+        self.lengths, self._asked = tuple(lengths or LENGTHS), lengths is not None
 
     def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
         texts = [text_field(record) for source in resolve(sources) for record in read_records(source)]
         found: list[Item] = []
         for length in self.lengths:
             cut = windows(texts, tokenizer, length, np.random.default_rng((seed, length)), limit or len(texts))
+            if self._asked and not cut:
+                raise InputError(f"no text has {length} tokens; leave that --length out")
             found += [Item(f"{length}/{i}", text, f"{length} tokens") for i, text in enumerate(cut)]
         if not found:
             raise InputError(f"no text has {min(self.lengths)} tokens")
@@ -94,17 +97,10 @@ class Autoencoding(Task):
     def run(self, method: Method, batch: Sequence[Item]) -> list[dict[str, Any]]:
         documents = [item.document for item in batch]
         held = method.read(documents)
-        found = zip(method.rebuild(held), method.forced(held, documents), held.states, held.tokens, strict=True)
+        found = zip(method.rebuild(held), method.forced(held, documents), kept_of(held), strict=True)
         return [
-            {
-                "text": text,
-                "nats": forced.nats,
-                "counted": forced.tokens,
-                "right": forced.right,
-                "states": states,
-                "tokens": tokens,
-            }
-            for text, forced, states, tokens in found
+            {"text": text, "nats": forced.nats, "counted": forced.tokens, "right": forced.right, **kept}
+            for text, forced, kept in found
         ]
 
     def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -171,9 +167,9 @@ class Delimiters(Autoencoding):
         held = method.read([item.document for item in batch])
         chosen = method.selected(held)
         rows = []
-        for item, ids, states, tokens in zip(batch, chosen, held.states, held.tokens, strict=True):
+        for item, ids, kept in zip(batch, chosen, kept_of(held), strict=True):
             counts = {"nuggets": Counter(method.tokens_of(ids)), "text": Counter(method.tokens_of(item.document))}
-            rows.append({**counts, "states": states, "tokens": tokens})
+            rows.append({**counts, **kept})
         return rows
 
     def _group(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -203,17 +199,23 @@ class Squad(Task):
         for i, record in enumerate(r for source in resolve(sources) for r in read_records(source)):
             missing = {"context", "question", "answers"} - set(record)
             if missing:
-                raise InputError(f"record {i + 1} has no field {sorted(missing)[0]!r}; context, question and answers are wanted")
+                there = ", ".join(sorted(record))
+                raise InputError(
+                    f"record {i + 1} has no field {sorted(missing)[0]!r}; context, question and answers are wanted, not {there}"
+                )
+            answers = answers_field(record)
+            if not answers:
+                raise InputError(f"record {i + 1} has no answer, and nothing said to it would be right; leave such questions out")
             key = str(record.get("id") or i)
-            found.append(Item(key, record["context"], "all", record["question"], tuple(record["answers"])))
+            found.append(Item(key, record["context"], "all", record["question"], answers))
         order = np.random.default_rng(seed).permutation(len(found))
         return [found[i] for i in order[: limit or len(order)]]
 
     def run(self, method: Method, batch: Sequence[Item]) -> list[dict[str, Any]]:
         held = method.read([item.document for item in batch])
         made = method.reply(held, [QUESTION.format(question=(item.question or "").strip()) for item in batch], max_new_tokens=64)
-        found = zip(batch, made, held.states, held.tokens, strict=True)
-        return [{"text": t, "right": contains_answer(t, item.answers), "states": s, "tokens": n} for item, t, s, n in found]
+        found = zip(batch, made, kept_of(held), strict=True)
+        return [{"text": text, "right": contains_answer(text, item.answers), **kept} for item, text, kept in found]
 
     def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
         found = {}
@@ -250,8 +252,8 @@ class Summarization(Task):
     def run(self, method: Method, batch: Sequence[Item]) -> list[dict[str, Any]]:
         held = method.read([item.document for item in batch])
         made = method.reply(held, [SUMMARY] * len(batch), max_new_tokens=128)
-        found = zip(batch, made, held.states, held.tokens, strict=True)
-        return [{"text": t, **rouge(t, item.answers[0]), "states": s, "tokens": n} for item, t, s, n in found]
+        found = zip(batch, made, kept_of(held), strict=True)
+        return [{"text": text, **rouge(text, item.answers[0]), **kept} for item, text, kept in found]
 
     def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -299,6 +301,13 @@ def _grouped(items: Iterable[Item], made: dict[str, Any]) -> Iterator[tuple[str,
     yield from groups.items()
 
 
+def kept_of(held: Held) -> list[dict[str, Any]]:
+    """Of each document its states, tokens and bytes, by name."""
+    found = zip(held.states, held.tokens, held.nbytes, strict=True)
+    return [{"states": states, "tokens": tokens, "bytes": nbytes} for states, tokens, nbytes in found]
+
+
 def _held(items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    states, tokens = (sum(made[item.key][name] for item in items) for name in ("states", "tokens"))
-    return {"tokens each": tokens / len(items), "states each": states / len(items), "ratio": tokens / states if states else None}
+    states, tokens, nbytes = (sum(made[item.key][name] for item in items) for name in ("states", "tokens", "bytes"))
+    each = {f"{name} each": total / len(items) for name, total in (("tokens", tokens), ("states", states), ("bytes", nbytes))}
+    return {**each, "ratio": tokens / states if states else None}
