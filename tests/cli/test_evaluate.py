@@ -35,7 +35,9 @@ def test_a_record_says_what_was_measured_and_how(run, models, questions, tmp_pat
     found = record["measured"]["all"]
     assert (found["n"], found["accuracy"]) == (4, 0.0)
     assert 2 < found["ratio"] < 3  # the kept first token is held too
-    assert {"commit", "command", "settings", "versions", "hardware", "seconds", "examples"} <= set(record)
+    assert {"commit", "command", "settings", "versions", "hardware", "seconds", "peak memory, bytes", "examples"} <= set(record)
+    assert found["bytes each"] > 0
+    assert record["peak memory, bytes"] is None or record["peak memory, bytes"] > 2**20
     assert record["settings"]["ratio"] == 3.0
     assert record["settings"]["model"] == Path(models.base).name
     assert len(record["examples"]) == 2
@@ -64,6 +66,58 @@ def test_an_interrupted_one_goes_on_to_the_same_record(run, models, questions, t
     assert calls == [2, 2, 2, 1]  # the first two are not done again
     whole, parts = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "parts"))
     assert whole["measured"] == parts["measured"]
+
+
+def test_what_was_cut_off_while_it_was_written_is_done_again_and_what_follows_is_kept(
+    run, models, questions, tmp_path, monkeypatch
+):
+    from dodo.evaluation.tasks import Squad
+
+    flags = ("--ratio", "3", "--batch", "1", "--model", models.base, "--out", tmp_path / "parts.json")
+    work, calls = Squad.run, []
+
+    def dying(self, method, batch):
+        calls.append(batch[0].key)
+        if len(calls) in (3, 6):
+            raise KeyboardInterrupt
+        return work(self, method, batch)
+
+    monkeypatch.setattr(Squad, "run", dying)
+    part = tmp_path / "parts.part.jsonl"
+    assert run("evaluate", "squad", "--data", questions, *flags).exit_code == 130
+    part.write_bytes(part.read_bytes()[:-9])  # the second of two
+    assert run("evaluate", "squad", "--data", questions, *flags).exit_code == 130  # two more
+    assert run("evaluate", "squad", "--data", questions, *flags).exit_code == 0
+    done = [key for i, key in enumerate(calls) if i not in (2, 5)]
+    assert sorted(done) == sorted([*(f"q{i}" for i in range(5)), calls[1]])  # only what was cut off is done twice
+    part.write_text("{}\n{oops\n", encoding="utf-8")
+    assert f"{part} is damaged; delete it" in run("evaluate", "squad", "--data", questions, *flags).stderr
+    part.write_text('{"task": "squ', encoding="utf-8")
+    assert run("evaluate", "squad", "--data", questions, *flags).exit_code == 0  # nothing had been done
+    assert not part.exists()
+
+
+def test_records_without_items_and_ids_that_are_not_unique_are_refused(run, models, tmp_path):
+    (tmp_path / "none.jsonl").write_text("", encoding="utf-8")
+    row = json.dumps({"id": "a", "context": TEXT, "question": "What?", "answers": ["dodo"]})
+    (tmp_path / "two.jsonl").write_text(f"{row}\n{row}", encoding="utf-8")
+    flags = ("--model", models.base, "--out", tmp_path / "x.json")
+    for task in ("squad", "summarization", "highlight"):
+        said = run("evaluate", task, "--data", tmp_path / "none.jsonl", *flags).stderr
+        assert f"there is nothing to measure in {tmp_path / 'none.jsonl'}" in said
+    assert "two records have the id 'a'" in run("evaluate", "squad", "--data", tmp_path / "two.jsonl", *flags).stderr
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_a_records_own_name_tells_task_data_model_method_and_ratio(run, models, questions, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = Path(models.base).name
+    assert run("evaluate", "squad", "--data", questions, "--ratio", "3", "--model", models.base).exit_code == 0
+    assert run("evaluate", "squad", "--data", questions, "--method", "nodoc", "--model", models.base).exit_code == 0
+    assert {path.name for path in Path("results").iterdir()} == {
+        f"squad-squad-{name}-dodo-r3.json",
+        f"squad-squad-{name}-nodoc.json",
+    }
 
 
 def test_texts_are_rebuilt_by_length(run, models, texts, tmp_path):
@@ -113,7 +167,7 @@ def test_the_command_line_knows_all_tasks_and_methods():
     from dodo.evaluation.peers import PEERS
     from dodo.evaluation.tasks import TASKS
 
-    assert set(evaluate.TASKS) == {*TASKS, "optimal-selection", "efficiency", "perplexity", "endless"}
+    assert set(evaluate.TASKS) == {*TASKS, "highlight", "optimal-selection", "efficiency", "perplexity", "endless"}
     assert set(evaluate.TASKS["endless"]) == set(READERS)
     assert sorted(evaluate.PEERS) == sorted(PEERS)
     assert set(evaluate.TASKS["squad"]) == {*METHODS, *PEERS}
@@ -155,6 +209,8 @@ def test_perplexity_at_each_number_of_states(run, models, texts, tmp_path, metho
         (("squad", "--states", "8"), "--states 8: has no effect in squad"),
         (("autoencoding", "--segment", "8"), "--segment 8: has no effect in autoencoding"),
         (("perplexity", "--length", "8"), "--length 8: has no effect in perplexity"),
+        (("squad", "--method", "full", "--ratio", "5"), "--ratio 5: full does not compress; leave it out"),
+        (("endless", "--method", "window", "--ratio", "5"), "--ratio 5: window does not compress; leave it out"),
         (("squad", "--length", "8"), "--length 8: has no effect in squad"),
         (("endless", "--segment", "8"), "--segment 8: has no effect in endless"),
         (("endless", "--states", "8", "--states", "10"), "--states 10: endless takes one number of states"),

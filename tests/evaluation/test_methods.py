@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dodo.errors import InputError
+from dodo.errors import InputError, WindowError
 from dodo.evaluation.methods import METHODS, make_method, own_ids
 from dodo.icae import Icae
 from dodo.memory import MemoryTokens
@@ -138,6 +138,35 @@ def test_controls_differ_from_the_scorers_selection_and_have_as_many_states(dodo
     places = {name: held.what.indices.tolist() for name, held in read.items()}
     assert places["dodo"] != places["stride"] != places["random"]
     assert len({row[-1] for row in places["stride"]}) == 2  # each ends with its own text
+
+
+def test_a_text_has_its_random_selection_in_any_company_and_another_by_another_seed(dodo):
+    def chosen(documents, seed=0):
+        return [n.indices[0].tolist() for n in make_method("random", dodo, 4.0, seed=seed).read(documents).what]
+
+    together = chosen(DOCUMENTS)
+    assert [*chosen(DOCUMENTS[1:]), *chosen(DOCUMENTS[:1])] == together[::-1]
+    assert chosen(DOCUMENTS, seed=1) != together
+
+
+def test_what_is_held_takes_the_bytes_of_its_states(dodo, with_memory):
+    def held(name, model=dodo):
+        return make_method(name, model, 4.0).read(DOCUMENTS)
+
+    nuggets = dodo.compress(DOCUMENTS, ratio=4.0)
+    assert held("dodo").nbytes == [nuggets[i].nbytes for i in range(2)]
+    state = nuggets[0].nbytes / int(nuggets[0].states)
+    for name in ("full", "truncate", "nodoc", "stride", "random", "lmsumm"):
+        assert held(name).nbytes == [state * count for count in held(name).states]
+    width = with_memory.compressor.base.config.hidden_size
+    memory = held("icae", with_memory)
+    assert memory.nbytes == [4 * width * count for count in memory.states]
+
+
+def test_a_text_that_does_not_fit_the_window_is_refused_not_read_past_it(dodo):
+    method = make_method("full", dodo, 4.0)
+    with pytest.raises(WindowError, match=r"full needs [\d,]+ positions for text and answer, but the base's window has 512"):
+        method.reply(method.read([TEXT * 9]), REQUESTS[:1], max_new_tokens=8)
 
 
 def test_what_can_not_be_is_refused(dodo):

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from dodo.errors import InputError
-from dodo.evaluation.report import SECTIONS, _states, read_results, write_figures, write_report
+from dodo.evaluation.report import (
+    SECTIONS,
+    _boxes,
+    _perplexities,
+    _states,
+    read_harness,
+    read_results,
+    write_figures,
+    write_report,
+)
 
 SETTINGS = {"base": "tiny", "adapters": "trained", "adapter fingerprint": "0123456789", "data": ["texts.jsonl"]}
 
@@ -165,3 +174,62 @@ def test_methods_are_compared_item_by_item_with_dodo_at_their_ratio(tmp_path: Pa
         ["| stride", "5", "texts.jsonl", "all", "3", "+0.333 ± 0.333"],
     ]
     assert "| stride | 5 | texts.jsonl | all | 3 | +0.333 ± 0.333 | trained 01234567 | trained 01234567 |" in compared
+
+
+def test_each_data_set_has_a_panel_of_boxes_and_each_ratio_a_colour(tmp_path: Path) -> None:
+    figures = pytest.importorskip("matplotlib.figure", reason="figures need matplotlib")
+    values = {"n": 2, "bleu": 70.0}
+    for name, data, ratio, groups in (
+        ("a", "one.jsonl", 5.0, ["64 tokens", "128 tokens"]),
+        ("b", "one.jsonl", 5.0, ["512 tokens"]),
+        ("c", "one.jsonl", 10.0, ["64 tokens"]),
+        ("d", "two.jsonl", 10.0, ["64 tokens"]),
+    ):
+        each = {group: [60.0, 80.0] for group in groups}
+        measured = dict.fromkeys(groups, values)
+        put(tmp_path, name, "autoencoding", "dodo", ratio, measured, each=each, settings={"data": [data]})
+    figure = figures.Figure()
+    assert _boxes(figure.subplots(), read_results(tmp_path)["autoencoding"])
+    one, two = figure.axes
+    assert (one.get_title(), two.get_title()) == ("one.jsonl", "two.jsonl")
+    assert [label.get_text() for label in one.get_xticklabels()] == ["64 tokens", "128 tokens", "512 tokens"]
+    colours = [{line.get_label(): line.get_color() for line in panel.lines if "r =" in line.get_label()} for panel in (one, two)]
+    assert colours == [{"r = 5": "C0", "r = 10": "C1"}, {"r = 10": "C1"}]
+    assert not _boxes(figures.Figure().subplots(), [])
+
+
+def test_perplexities_are_one_line_through_all_states_of_the_papers_half(tmp_path: Path) -> None:
+    figures = pytest.importorskip("matplotlib.figure", reason="figures need matplotlib")
+    for method, share in (("dodo", 0.5), ("full", None), ("compressive", 0.875)):
+        measured = {f"{n} states": {"subword perplexity": 2000 / n, "states each": n + 1.0} for n in (64, 128)}
+        put(tmp_path, method, "perplexity", method, 10.0, measured, settings={"share of whole tokens": share})
+    axes = figures.Figure().subplots()
+    assert _perplexities(axes, read_results(tmp_path)["perplexity"])
+    lines = {text.get_text(): container for text, container in zip(axes.get_legend().get_texts(), axes.containers, strict=True)}
+    assert set(lines) == {"dodo", "full"}
+    assert lines["dodo"][0].get_xdata().tolist() == [65.0, 129.0]
+    assert [tick for tick in axes.get_xticks() if tick in (64, 128)] == [64, 128]
+
+
+def test_what_the_harness_wrote_has_a_row(tmp_path: Path) -> None:
+    assert read_harness(tmp_path) == {}
+    (tmp_path / "lm-eval").mkdir()
+    record = {
+        "results": {"local": {"name": "local", "contains,none": 0.25, "contains_stderr,none": 0.125}},
+        "config": {"model": "dodo", "model_args": {"model": "smollm2-135m", "ratio": 5}},
+        "n-samples": {"local": {"original": 12, "effective": 12}},
+    }
+    (tmp_path / "lm-eval" / "local.json").write_text(json.dumps(record), encoding="utf-8")
+    write_report({}, tmp_path / "results.md", harness=read_harness(tmp_path))
+    row = "| local | contains | 0.250 ± 0.125 | 12 | dodo | model=smollm2-135m, ratio=5 |"
+    assert row in (tmp_path / "results.md").read_text()
+    (tmp_path / "lm-eval" / "local.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(InputError, match="was not written by lm-evaluation-harness"):
+        read_harness(tmp_path)
+
+
+def test_rows_of_cost_tell_the_machine(tmp_path: Path) -> None:
+    values = {"512 tokens": {"n": 1, "encode, s": 1.5, "states each": 53.0}}
+    put(tmp_path, "cost", "efficiency", "dodo", 10.0, values, hardware={"cpu": "A processor", "threads": 2, "gpu": None})
+    write_report(read_results(tmp_path), tmp_path / "results.md")
+    assert "| A processor, 2 threads | abcdef0 |" in (tmp_path / "results.md").read_text()

@@ -1,8 +1,13 @@
 """Laws of the scores."""
 
-import pytest
+import math
 
-from dodo.evaluation.scoring import contains_answer, corpus_bleu, normalized, rouge, share_error, share_rebuilt
+import pytest
+import sacrebleu
+from rouge_score.rouge_scorer import RougeScorer
+from text_to_num import alpha2digit
+
+from dodo.evaluation.scoring import contains_answer, corpus_bleu, normalized, rouge, sentence_bleu, share_error, share_rebuilt
 
 
 @pytest.mark.parametrize(
@@ -38,6 +43,35 @@ def test_bleu_is_100_for_the_same_texts_and_its_error_shrinks_with_n() -> None:
     assert few[1] > 0
 
 
+SAMPLE = [
+    ("the cat sat on mat", "the cat sat on the mat"),
+    ("On 3 May the crew met John Brown, in Port Louis.", "On 3 May 1867 the crew met John Smith in Port Louis."),
+    ("A bird that could not fly.", "The dodo was a bird that could not fly at all."),
+    ("", "nothing came back of this"),
+]
+"""Made and wanted."""
+
+
+def test_bleu_of_a_text_is_that_of_a_count_by_hand() -> None:
+    """5 of 5 words, 3 of 4 pairs, 2 of 3 triples, 1 of 2 fours; 5 words where 6 are wanted."""
+    assert sentence_bleu(*SAMPLE[0]) == pytest.approx(100 * math.exp(1 - 6 / 5) * (1 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25)
+    assert corpus_bleu([SAMPLE[0][0]], [SAMPLE[0][1]])[0] == pytest.approx(57.8930, abs=1e-3)
+
+
+def test_scores_equal_the_libraries_own_on_a_fixed_sample() -> None:
+    made, wanted = zip(*SAMPLE, strict=True)
+    assert corpus_bleu(made, wanted)[0] == sacrebleu.BLEU(tokenize="13a").corpus_score(made, [wanted]).score
+    by_sentence, by_rouge = (
+        sacrebleu.BLEU(tokenize="13a", effective_order=True),
+        RougeScorer(["rouge1", "rouge2", "rougeL"], True),
+    )
+    for one, two in SAMPLE:
+        assert sentence_bleu(one, two) == by_sentence.sentence_score(one, [two]).score
+        assert rouge(one, two) == {name: 100 * found.fmeasure for name, found in by_rouge.score(two, one).items()}
+    for text in ("twenty one dodos", "two thousand and five", "Chapter Three", "no numbers"):
+        assert normalized(text) == alpha2digit(text.lower(), "en", 0)
+
+
 def test_exact_things_are_counted_as_often_as_they_occur() -> None:
     wanted = ["On 3 May 1867 the crew met John Smith in Port Louis, with 12 men and 12 dogs; it was 3.5 miles."]
     made = ["On 3 May 1867 the crew met John Brown in Port Louis, with 12 men and a dog; it was 4 miles."]
@@ -46,6 +80,14 @@ def test_exact_things_are_counted_as_often_as_they_occur() -> None:
     assert found["names"] == (pytest.approx(2 / 3), 3)  # May, John Smith, Port Louis
     assert found["dates"] == (pytest.approx(1), 1)
     assert share_rebuilt(["a"], ["b"])["numbers"] == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("ein Haus in München", 2), ("el nombre de José García aquí", 1), ("что в Москве стоит", 1), ("nell'anno, a Roma", 1)],
+)
+def test_names_have_letters_of_any_alphabet(text: str, names: int) -> None:
+    assert share_rebuilt([text], [text])["names"] == (1.0, names)
 
 
 def test_the_error_of_a_share() -> None:

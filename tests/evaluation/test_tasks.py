@@ -3,15 +3,17 @@
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dodo.errors import InputError
-from dodo.evaluation.methods import METHODS, make_method
+from dodo.evaluation.methods import METHODS, Forced, Held, make_method
 from dodo.evaluation.scoring import rouge
-from dodo.evaluation.tasks import Delimiters, Item, Multilingual, Squad, Summarization
+from dodo.evaluation.tasks import Autoencoding, Delimiters, Item, Multilingual, Squad, Summarization, Task
 from dodo.model import Dodo
 from dodo.prompts import SUMMARY, chat_turn
 from tests.cli.tiny import TEXT, save_model
@@ -100,3 +102,88 @@ def test_values_of_single_questions_stand_in_the_order_of_the_items_however_they
     items = [Item(f"q{i}", TEXT, "all", "?", ("dodo",)) for i in range(4)]
     made = {f"q{i}": {"right": i in (1, 2), "states": 2, "tokens": 6} for i in (3, 1, 0)}
     assert Squad().each(items, made) == {"all": [0, 1, 0]}
+
+
+class Scripted:
+    """A method that says what it was told to, of documents of 8 tokens in 2 states and 16 bytes."""
+
+    name = "scripted"
+
+    def __init__(self, said: dict[str, str]) -> None:
+        self.said = said
+
+    def read(self, documents: Sequence[str]) -> Held:
+        return Held([2] * len(documents), [8] * len(documents), list(documents), [16] * len(documents))
+
+    def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int) -> list[str]:
+        return [self.said[document] for document in held.what]
+
+    def rebuild(self, held: Held) -> list[str]:
+        return [self.said[document] for document in held.what]
+
+    def forced(self, held: Held, documents: Sequence[str]) -> list[Forced]:
+        return [Forced(nats=math.log(2) * 8, tokens=8, right=6) for _ in documents]
+
+    def selected(self, held: Held) -> list[list[int]]:
+        raise NotImplementedError
+
+    def tokens_of(self, text: str | Sequence[int]) -> list[str]:
+        raise NotImplementedError
+
+
+def measured(task: Task, items: list[Item], said: dict[str, str]) -> dict[str, Any]:
+    made = {item.key: row for item, row in zip(items, task.run(Scripted(said), items), strict=True)}
+    return task.measure(items, made)
+
+
+def test_three_answers_of_four_are_right() -> None:
+    items = [Item(f"q{i}", f"document {i}", "all", "Who?", ("21 Dodos", "the ship")) for i in range(4)]
+    said = ["It was twenty-one dodos.", "On the ship!", "The dodos", "THE SHIP, I think"]
+    found = measured(Squad(), items, {item.document: text for item, text in zip(items, said, strict=True)})["all"]
+    assert found["n"] == 4
+    assert found["accuracy"] == 0.75
+    assert found["standard error"] == pytest.approx(math.sqrt(0.75 * 0.25 / 4))
+    assert (found["states each"], found["tokens each"], found["bytes each"], found["ratio"]) == (2, 8, 16, 4)
+
+
+@pytest.mark.parametrize("task", [Autoencoding(), Multilingual()])
+def test_rebuilt_texts_have_the_bleu_of_a_count_by_hand(task: Task) -> None:
+    """See test_scoring for 57.893. Of the group's four numbers and names two and one came back."""
+    items = [Item("a", "the cat sat on the mat", "cats"), Item("b", "he met Ann Lee in 1999 with 2 dogs or 3", "dogs")]
+    said = {items[0].document: "the cat sat on mat", items[1].document: "he met Ann Lee in 1999 with 3 cats"}
+    found = measured(task, items, said)
+    assert found["cats"]["bleu"] == pytest.approx(57.8930, abs=1e-3)
+    assert found["cats"]["names rebuilt"] is None
+    assert found["dogs"]["numbers rebuilt"] == pytest.approx(2 / 3)
+    assert (found["dogs"]["names rebuilt"], found["dogs"]["dates rebuilt"]) == (1.0, 1.0)
+    assert (found["cats"]["token accuracy"], found["cats"]["perplexity"]) == (0.75, pytest.approx(2))
+    made = {item.key: row for item, row in zip(items, task.run(Scripted(said), items), strict=True)}
+    assert task.each(items, made)["cats"] == [57.89]
+
+
+@pytest.mark.parametrize(
+    ("answers", "wanted"),
+    [(["Dodo", "a dodo"], ("Dodo", "a dodo")), ({"text": ["Dodo"], "answer_start": [3]}, ("Dodo",)), ("Dodo", ("Dodo",))],
+)
+def test_answers_are_read_as_datasets_have_them(dodo: Dodo, tmp_path: Path, answers: Any, wanted: tuple[str, ...]) -> None:
+    (tmp_path / "squad.jsonl").write_text(json.dumps({"context": "c", "question": "q", "answers": answers}))
+    (item,) = Squad().items([str(tmp_path / "squad.jsonl")], dodo.tokenizer, None, 0)
+    assert item.answers == wanted
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [(3, "not 3"), ([1, 2], "not \\[1, 2\\]"), ({"texts": []}, "not {'texts'"), ([], "record 1 has no answer")],
+)
+def test_answers_of_another_form_are_refused(dodo: Dodo, tmp_path: Path, answers: Any, said: str) -> None:
+    (tmp_path / "squad.jsonl").write_text(json.dumps({"context": "c", "question": "q", "answers": answers}))
+    with pytest.raises(InputError, match=said):
+        Squad().items([str(tmp_path / "squad.jsonl")], dodo.tokenizer, None, 0)
+
+
+def test_a_length_that_no_text_has_is_refused_if_it_was_asked_for(dodo: Dodo, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": TEXT[:200]}))
+    source = [str(tmp_path / "texts.jsonl")]
+    with pytest.raises(InputError, match="no text has 5000 tokens; leave that --length out"):
+        Autoencoding([16, 5000]).items(source, dodo.tokenizer, None, 0)
+    assert {item.group for item in Autoencoding([16]).items(source, dodo.tokenizer, None, 0)} == {"16 tokens"}

@@ -30,6 +30,7 @@ TASKS = {
     "autoencoding": ("dodo", "stride", "random", "icae"),
     "multilingual": ("dodo", "stride", "random", "icae"),
     "delimiters": ("dodo", "stride", "random"),
+    "highlight": ("dodo",),
     "optimal-selection": ("dodo", "stride", "random"),
     "efficiency": ("dodo", *PEERS),
     "squad": ("dodo", "stride", "random", "icae", "full", "theta", "nodoc", "lmsumm", "truncate", *PEERS),
@@ -38,6 +39,9 @@ TASKS = {
     "endless": ("dodo", "window", "full"),
 }
 """The methods of each task."""
+
+WITHOUT_RATIO = ("full", "theta", "nodoc", "window")
+"""Methods that hold everything, or nothing. In perplexity the ratio says where a history is whole, for all methods alike."""
 
 
 @click.command(
@@ -104,7 +108,9 @@ Examples:
     metavar="F",
     help="Python of the peers' environment. [default: $DODO_PEERS_PYTHON, or what make peers made: .venv-peers/bin/python]",
 )
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The record. [default: results/TASK-METHOD-rR.json]")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), help="The record. [default: results/TASK-DATA-MODEL-METHOD-rR.json]"
+)
 @model_options_for(None, shown=f"{DEFAULT_MODEL}; {DEFAULT_LANGUAGE_MODEL} in perplexity and endless")
 @json_option
 def command(
@@ -133,6 +139,7 @@ def command(
     autoencoding       rebuild texts
     multilingual       the same, a file for each language
     delimiters         which tokens become nuggets
+    highlight          the same shown in texts, with --examples
     optimal-selection  what a search for better nuggets gains
     efficiency         seconds and bytes by length, beside the whole text
     squad              answer questions
@@ -158,7 +165,7 @@ def command(
     if method in ("dodo", "threshold", "top-k", "stride", "random", "compressive", "theta"):
         note_fresh(dodo)
     used = ratio if ratio is not None else 10.0 if of_language_models else dodo.config.ratio
-    out = out or Path("results") / f"{task}-{method}-r{used:g}.json"
+    out = out or Path("results") / _name(task, method, None if method in WITHOUT_RATIO else used, data, model)
     states = states or (1024,) * (task == "endless")
     given: dict[str, Any] = {"lengths": lengths, "states": states, "share": share, "segment": segment}
     given = {name: value for name, value in given.items() if value}
@@ -214,6 +221,8 @@ def _check(
     for flag, values in given.items():
         for value in values if flag not in of_task.get(task, ("--examples",)) else ():
             raise click.UsageError(f"{flag} {value}: has no effect in {task}; leave it out")
+    if ratio is not None and method in WITHOUT_RATIO and task != "perplexity":
+        raise click.UsageError(f"--ratio {ratio:g}: {method} does not compress; leave it out")
     if task == "endless" and len(states) > 1:
         raise click.UsageError(f"--states {states[1]}: endless takes one number of states")
     if share is not None and method in ("full", "theta", "window"):
@@ -223,6 +232,16 @@ def _check(
             raise click.UsageError(f"--states {count}: a share of {share or 0.5:g} of them is no whole number of whole tokens")
     if task == "perplexity" and ratio is not None and ratio != int(ratio):
         raise click.UsageError(f"--ratio {ratio:g}: perplexity needs a whole number of tokens per state")
+
+
+def _name(task: str, method: str, ratio: float | None, data: tuple[str, ...], model: str) -> str:
+    """A record's file: what would be measured anew has the same."""
+    folder = Path(model)
+    of_what = [
+        Path(data[0]).name.split(".")[0].strip("*") or "all",
+        (folder.parent if folder.name in ("last", "best") else folder).name,
+    ]
+    return "-".join([task, *of_what, method, *([] if ratio is None else [f"r{ratio:g}"])]) + ".json"
 
 
 def _shown(value: Any) -> str:

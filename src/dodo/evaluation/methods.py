@@ -120,6 +120,10 @@ class Compressed:
         select_by = self._select_by(input_ids, attention_mask.bool())
         return self.dodo.compressor.encode(input_ids, attention_mask, ratio=self.ratio, use=self.use, select_by=select_by)
 
+    def bytes_of(self, states: float) -> float:
+        """Of the keys and values of so many states."""
+        return _cached(self.dodo, [states])[0]
+
     def _select_by(self, input_ids: Tensor, mask: Tensor) -> Tensor | None:
         if self.choice == "scorer":
             return None

@@ -12,6 +12,7 @@ from dodo.data.reading import resolve
 from dodo.errors import InputError
 from dodo.evaluation.efficiency import Efficiency
 from dodo.evaluation.endless import Endless, make_reader
+from dodo.evaluation.highlight import Highlight
 from dodo.evaluation.language_models import make_language_model
 from dodo.evaluation.methods import make_method
 from dodo.evaluation.optimal import OptimalSelection
@@ -51,7 +52,8 @@ def evaluate(
 
     Args:
         dodo: base and adapters.
-        task: autoencoding, multilingual, delimiters, optimal-selection, efficiency, squad, summarization, perplexity or endless.
+        task: autoencoding, multilingual, delimiters, highlight, optimal-selection, efficiency, squad, summarization,
+            perplexity or endless.
         method: see `methods.METHODS` and `peers.PEERS`; for perplexity `language_models.LANGUAGE_MODELS`, for endless
             `endless.READERS`.
         ratio: tokens per nugget; None: the configured one, for perplexity and endless the paper's 10.
@@ -74,7 +76,7 @@ def evaluate(
     Raises:
         InputError: no such task or method, or data that is not of the task.
     """
-    if task not in (every := (*TASKS, OptimalSelection.name, Efficiency.name, Perplexity.name, Endless.name)):
+    if task not in (every := (*TASKS, Highlight.name, OptimalSelection.name, Efficiency.name, Perplexity.name, Endless.name)):
         raise InputError(f"there is no task {task!r}; tasks are {', '.join(every)}")
     measuring: Any
     how: Any
@@ -188,7 +190,8 @@ def _measuring(task: str, lengths: Sequence[int]) -> Task:
     if task in OF_LENGTHS or task == Efficiency.name:
         kind: Any = OF_LENGTHS.get(task, Efficiency)
         return kind(lengths) if lengths else kind()
-    return OptimalSelection() if task == OptimalSelection.name else TASKS[task]()
+    alone: dict[str, type[Task]] = {kind.name: kind for kind in (OptimalSelection, Highlight)}
+    return {**TASKS, **alone}[task]()
 
 
 def _done_before(part: Path, settings: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], float]:

@@ -11,12 +11,15 @@ from typing import Any
 __all__ = ["contains_answer", "corpus_bleu", "normalized", "perplexity", "rouge", "sentence_bleu", "share_error", "share_rebuilt"]
 
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
+_UPPER, _LOWER = ("".join(c for c in map(chr, range(0x3000)) if kind(c)) for kind in (str.isupper, str.islower))
+"""Letters of Latin, Greek, Cyrillic and the other scripts that have two cases."""
 KINDS: dict[str, str] = {
     "numbers": r"\d+(?:[.,]\d+)*",
-    "names": r"(?<=[a-z0-9,;:)] )[A-Z][a-z]+(?: [A-Z][a-z]+)*",
+    "names": rf"(?<=[{_LOWER}0-9,;:)] )[{_UPPER}][{_LOWER}]+(?: [{_UPPER}][{_LOWER}]+)*",
     "dates": rf"\b(?:\d{{1,2}} )?(?:{_MONTHS})\b(?: \d{{1,2}}\b,?)?(?: \d{{4}}\b)?|\b(?:1\d|20)\d{{2}}\b(?![.,]\d)",
 }
-"""Exact things of a text: numbers; capitalised words inside a sentence, neighbours together; month dates and years."""
+"""Exact things of a text: numbers; capitalised words inside a sentence, neighbours together; years, and dates with a month
+in English."""
 
 
 def normalized(text: str) -> str:

@@ -30,6 +30,7 @@ __all__ = [
     "Squad",
     "Summarization",
     "Task",
+    "held_each",
     "kept_of",
     "windows",
 ]
@@ -129,7 +130,7 @@ class Autoencoding(Task):
             "perplexity standard error": uncertain,
             **exact,
             **counts,
-            **_held(items, made),
+            **held_each(items, made),
         }
 
 
@@ -185,7 +186,7 @@ class Delimiters(Autoencoding):
             for what, counts in (("nuggets", nuggets), ("text", text))
         }
         covered = {f"most frequent {self.SHOWN}: share of nuggets": sum(count for _, count in most) / nuggets.total()}
-        return {"n": len(items), "nuggets": nuggets.total(), **covered, **shares, **_held(items, made)}
+        return {"n": len(items), "nuggets": nuggets.total(), **covered, **shares, **held_each(items, made)}
 
 
 class Squad(Task):
@@ -225,7 +226,7 @@ class Squad(Task):
                 "n": len(mine),
                 "accuracy": share,
                 "standard error": share_error(share, len(mine)),
-                **_held(mine, made),
+                **held_each(mine, made),
             }
         return found
 
@@ -263,7 +264,7 @@ class Summarization(Task):
                 values = [made[item.key][name] for item in mine]
                 error = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
                 found[group] |= {name: float(np.mean(values)), f"{name} standard error": error}
-            found[group] |= _held(mine, made)
+            found[group] |= held_each(mine, made)
         return found
 
     def each(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
@@ -307,7 +308,8 @@ def kept_of(held: Held) -> list[dict[str, Any]]:
     return [{"states": states, "tokens": tokens, "bytes": nbytes} for states, tokens, nbytes in found]
 
 
-def _held(items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def held_each(items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Means of what is held, and the ratio achieved."""
     states, tokens, nbytes = (sum(made[item.key][name] for item in items) for name in ("states", "tokens", "bytes"))
     each = {f"{name} each": total / len(items) for name, total in (("tokens", tokens), ("states", states), ("bytes", nbytes))}
     return {**each, "ratio": tokens / states if states else None}
