@@ -123,9 +123,9 @@ SECTIONS: dict[str, Section] = {
             ("Dodo", "5", "59.1"),
             ("Dodo", "10", "49.8"),
         ),
-        apart="Shares, not per cent. The paper's LLaMA-2-7B-chat was not fine-tuned on questions; our adapters were, the base that "
-        "peers and Full have was not. Of 600 questions a standard error is about 2.0 points at most, of 300 2.9, of 200 3.5; more "
-        f"of them were left out for the time that they take. {_SMALL}",
+        apart="Shares, not per cent. The paper's LLaMA-2-7B-chat was not fine-tuned on questions; our adapters were, the base "
+        "that peers and Full have was not. Of 600 questions a standard error is about 2.0 points at most, of 300 2.9, of 200 "
+        f"3.5; more of them were left out for the time that they take. {_SMALL}",
         single="right",
         error=lambda _: "standard error",
     ),
@@ -182,8 +182,8 @@ SECTIONS: dict[str, Section] = {
         },
         head=("moved", "perplexity before", "after", "after / before"),
         paper=(("0.247", "7.74", "7.13", "0.921"),),
-        apart="The paper searches with its autoregressive LM, here it is the compressor. A document takes minutes, so there are few, "
-        f"and standard errors are large. {_SMALL}",
+        apart="The paper searches with its autoregressive LM, here it is the compressor. A document takes minutes, so there are "
+        f"few, and standard errors are large. {_SMALL}",
     ),
     "highlight": Section(
         "A text and its nuggets (Figure 7)",
