@@ -36,6 +36,7 @@ def test_a_record_says_what_was_measured_and_how(run, models, questions, tmp_pat
     assert (found["n"], found["accuracy"]) == (4, 0.0)
     assert 2 < found["ratio"] < 3  # the kept first token is held too
     assert {"commit", "command", "settings", "versions", "hardware", "seconds", "peak memory, bytes", "examples"} <= set(record)
+    assert record["config"]["encoder"]["rank"] > 0
     assert found["bytes each"] > 0
     assert record["peak memory, bytes"] is None or record["peak memory, bytes"] > 2**20
     assert record["settings"]["ratio"] == 3.0

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dodo.architecture import state_bytes
 from dodo.data.reading import read_records, resolve, text_field
 from dodo.errors import InputError
 from dodo.evaluation.language_models import LanguageModel, history_of, whole_of
@@ -164,7 +165,10 @@ class Perplexity:
             states.append(made[item.key]["states"])
         subwords = [_subwords(text, some) for text, some in zip(self._texts, nats, strict=True)]
         words = [_words(text, some) for text, some in zip(self._texts, nats, strict=True)]
-        numbers: dict[str, Any] = {"states each": float(np.mean(states)) if states else None}
+        each = float(np.mean(states)) if states else None
+        config, width = self.dodo.compressor.base.config, self.dodo.compressor.base.dtype.itemsize
+        held = None if each is None else each * state_bytes(config, bytes_per_number=width)
+        numbers: dict[str, Any] = {"states each": each, "bytes each": held}
         for name, pairs in (("subword", subwords), ("word", words)):
             value, error = perplexity([n for n, _ in pairs], [count for _, count in pairs])
             numbers |= {f"{name}s": sum(count for _, count in pairs), f"{name} perplexity": value}

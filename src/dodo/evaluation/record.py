@@ -10,7 +10,10 @@ from typing import Any
 
 __all__ = ["about_machine", "commit", "today", "write_json"]
 
-PACKAGES = ("dodo-lm", "torch", "transformers", "peft", "safetensors", "sacrebleu")
+PACKAGES = (
+    *("dodo-lm", "torch", "transformers", "tokenizers", "peft", "safetensors", "numpy"),
+    *("sacrebleu", "rouge-score", "text2num"),
+)
 _CODE = (":(top)", ":(top,exclude)results", ":(top,exclude)docs")
 
 

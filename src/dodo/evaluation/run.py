@@ -1,5 +1,6 @@
 """A measurement from model to file: items in batches, what is done kept beside the result so that a stopped one goes on."""
 
+import dataclasses
 import hashlib
 import json
 import time
@@ -152,6 +153,7 @@ def evaluate(
         "commit": commit(),
         "command": command,
         "settings": settings,
+        "config": dataclasses.asdict(dodo.config),
         "measured": measuring.measure(items, made),
         "seconds": round(seconds, 1),
         "peak memory, bytes": _peak(how, dodo),
