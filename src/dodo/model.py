@@ -36,7 +36,7 @@ from dodo.prompts import question_prompt
 from dodo.streaming import StreamingCache
 from dodo.thresholds import Pace, Thresholds
 
-__all__ = ["Dodo"]
+__all__ = ["Dodo", "begins_with_bos"]
 
 
 class Dodo:
@@ -200,7 +200,7 @@ class Dodo:
             raise InputError("the text is empty: there is nothing to compress")
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=literal, verbose=False)["input_ids"]
         bos = self.tokenizer.bos_token_id
-        if bos is not None and ids[:1] != [bos] and (self.config.keep_first or _adds_bos(self.tokenizer)):
+        if bos is not None and ids[:1] != [bos] and begins_with_bos(self.tokenizer, self.config):
             ids = [bos, *ids]
         return ids
 
@@ -570,8 +570,9 @@ class _HungUp(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device)
 
 
-def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])
+def begins_with_bos(tokenizer: PreTrainedTokenizerBase, config: DodoConfig) -> bool:
+    """Whether a document has the BOS token in front: the first token is kept, or the tokenizer puts one there."""
+    return config.keep_first or bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])
 
 
 def _check_whole(text: str, what: str) -> None:

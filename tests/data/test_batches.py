@@ -72,6 +72,28 @@ def test_licences_that_forbid_commercial_use_are_left_out(licence, allowed):
     assert permits_commercial_use({"license": licence}) is allowed
 
 
+@pytest.mark.parametrize("licence", ["CC BY NC 4.0", "cc_by_nc_sa", "non commercial use only", "Research only", "CC-BY-NC"])
+def test_licences_are_read_however_they_are_written(licence):
+    assert not permits_commercial_use({"license": licence})
+    assert not permits_commercial_use({"licence": licence})
+    assert permits_commercial_use({"license": licence.lower().replace("nc", "").replace("non", "").replace("research", "")})
+
+
+def test_files_that_are_not_what_their_names_say_are_refused(tmp_path):
+    pytest.importorskip("pyarrow", reason="parquet needs pyarrow")
+    for name, said in (("a.txt", "is not UTF-8 text: .* at byte 3"), ("a.parquet", "is no parquet file, or is damaged")):
+        (tmp_path / name).write_bytes(b"abc\xff\xfe and more that is not of its kind")
+        with pytest.raises(InputError, match=said):
+            list(read_records(str(tmp_path / name)))
+
+
+def test_an_article_without_highlights_is_no_pair(tmp_path):
+    rows = [{"article": "one " * 20, "highlights": " "}, {"article": "two " * 20, "highlights": "Two."}]
+    (tmp_path / "news.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    shard = prepare([str(tmp_path / "news.jsonl")], tmp_path / "s.safetensors", byte_tokenizer(), kind="summary")
+    assert len(shard.documents) == 1
+
+
 def test_a_shard_comes_back_as_it_was_written_and_only_with_its_tokenizer(tmp_path):
     source, out = tmp_path / "data.jsonl", tmp_path / "shard.safetensors"
     source.write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")

@@ -461,6 +461,17 @@ def test_a_nan_stops_the_run_and_saves_the_batch(recipe_file: Path, tmp_path: Pa
         dodo.compressor.soft_token.fill_(float("nan"))
     (tmp_path / "run").mkdir()
     module = TrainingModule(dodo, load_recipe(recipe_file), tmp_path / "run")
+    alone = SimpleNamespace(reduce=lambda counts, reduce_op: counts)
+    module._trainer = SimpleNamespace(strategy=alone, global_step=0)  # type: ignore[assignment]
     with pytest.raises(NanLossError, match="batch 7"):
         module.training_step(dataclasses.replace(_batch([[0, 10, 11, 12]], pad=5), number=7), 0)
     assert list((tmp_path / "run").glob("nan-batch-7*"))
+
+
+def test_a_nan_in_another_process_stops_this_one_too(recipe_file: Path, tmp_path: Path) -> None:
+    module = TrainingModule(_dodo(recipe_file), load_recipe(recipe_file), tmp_path)
+    both = SimpleNamespace(reduce=lambda counts, reduce_op: counts + torch.tensor([5, 1]))
+    module._trainer = SimpleNamespace(strategy=both)  # type: ignore[assignment]
+    with pytest.raises(NanLossError, match="another process's batch"):
+        module.training_step(_batch([[0, 10, 11, 12]], pad=5), 0)
+    assert not list(tmp_path.glob("nan-batch-*"))

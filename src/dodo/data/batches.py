@@ -36,6 +36,7 @@ class Batch:
     rows: int64 [B'], the document of each decoder row, where one document has several questions; None: one each.
     number: in the run.
     window, segment: of an autoregressive batch, in tokens: see `Autoregressive`.
+    divisor: what the sum of its losses is divided by; None: the number of its own tokens with a loss.
     """
 
     objective: Objective
@@ -49,6 +50,12 @@ class Batch:
     number: int = 0
     window: int = 1
     segment: int = 1
+    divisor: float | None = None
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens with a loss."""
+        return int((self.targets != -100).sum())
 
     @property
     def document_tokens(self) -> int:
@@ -191,6 +198,9 @@ class QuestionSource:
         bos, eos: as for `TextSource`.
         longest: documents of more tokens are left out.
         documents: bool, which of the shard's documents to use; None: all.
+
+    Attributes:
+        left_out: documents with questions that are longer.
     """
 
     def __init__(
@@ -201,9 +211,11 @@ class QuestionSource:
         self._shard, self._bos, self._eos = shard, bos, eos
         self._first = np.searchsorted(shard.owner, np.arange(len(shard.documents) + 1))
         lengths = shard.documents.lengths
-        usable = (lengths <= longest) & (self._first[:-1] < self._first[1:])
+        asked = self._first[:-1] < self._first[1:]
         if documents is not None:
-            usable &= documents
+            asked &= documents
+        usable = asked & (lengths <= longest)
+        self.left_out = int((asked & ~usable).sum())
         if not usable.any():
             raise InputError(f"no questions to train on: no document of at most {longest} tokens has one")
         chosen = usable.nonzero()[0]
@@ -211,6 +223,13 @@ class QuestionSource:
 
     def __len__(self) -> int:
         return len(self._order)
+
+    @property
+    def positions(self) -> int:
+        """Of the longest document with the longest prompt and answer, at most."""
+        assert self._shard.prompts is not None and self._shard.answers is not None
+        behind = self._shard.prompts.lengths + self._shard.answers.lengths
+        return int(self._shard.documents.lengths[self._order].max()) + int(behind.max()) + (self._bos is not None)
 
     @property
     def most(self) -> int:

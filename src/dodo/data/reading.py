@@ -7,6 +7,7 @@ import glob
 import gzip
 import json
 import lzma
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -17,14 +18,14 @@ __all__ = ["NON_COMMERCIAL", "answers_field", "permits_commercial_use", "read_re
 
 Record = dict[str, Any]
 
-NON_COMMERCIAL = ("-nc", "non-commercial", "noncommercial", "for research")
-"""Marks, in lower case, of licences under which weights for everybody may not be trained."""
+NON_COMMERCIAL = ("nc", "non commercial", "noncommercial", "research only", "for research")
+"""Words of licences, in lower case and with spaces between, under which weights for everybody may not be trained."""
 
 
 def permits_commercial_use(record: Record) -> bool:
-    """Whether the record's `license` field bears none of the marks; a record without the field passes."""
-    licence = str(record.get("license") or "").lower()
-    return not any(mark in licence for mark in NON_COMMERCIAL)
+    """Whether the record's `license` (or `licence`) field has none of the words; a record without the field passes."""
+    words = re.sub(r"[^a-z0-9]+", " ", str(record.get("license") or record.get("licence") or "").lower())
+    return not any(f" {mark} " in f" {words} " for mark in NON_COMMERCIAL)
 
 
 def resolve(sources: Sequence[str]) -> list[str]:
@@ -64,7 +65,10 @@ def read_records(source: str) -> Iterator[Record]:
     if name.endswith(".parquet"):
         yield from _read_parquet(source)
     elif name.endswith((".txt", ".md", ".tokens")):
-        yield {"text": Path(source).read_text(encoding="utf-8"), "source": source}
+        try:
+            yield {"text": Path(source).read_text(encoding="utf-8"), "source": source}
+        except UnicodeDecodeError as error:
+            raise InputError(f"{source} is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
     elif name.endswith((".jsonl", ".jsonl.xz", ".jsonl.gz")):
         yield from _read_lines(source)
     else:
@@ -121,10 +125,14 @@ def _read_lines(path: str) -> Iterator[Record]:
 def _read_parquet(path: str) -> Iterator[Record]:
     try:
         import pyarrow.parquet as pq
+        from pyarrow import ArrowException
     except ImportError:
         raise InputError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
-    for batch in pq.ParquetFile(path).iter_batches(batch_size=256):
-        yield from batch.to_pylist()
+    try:
+        for batch in pq.ParquetFile(path).iter_batches(batch_size=256):
+            yield from batch.to_pylist()
+    except ArrowException as error:
+        raise InputError(f"{path} is no parquet file, or is damaged: {str(error).splitlines()[0]}") from None
 
 
 def _read_hub(name: str) -> Iterator[Record]:

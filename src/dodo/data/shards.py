@@ -172,9 +172,10 @@ def _question_in(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
     return text_field(record, "context"), question_prompt(tokenizer, text_field(record, "question")), answer.strip()
 
 
-def _summary_in(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
+def _summary_in(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
     """The same of an article and its highlights. Paper: Appendix D.3."""
-    return text_field(record, "article"), chat_turn(tokenizer, SUMMARY), text_field(record, "highlights").strip()
+    highlights = text_field(record, "highlights").strip()
+    return (text_field(record, "article"), chat_turn(tokenizer, SUMMARY), highlights) if highlights else None
 
 
 def _asked(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, minimum: int, kind: RecordKind) -> Shard:

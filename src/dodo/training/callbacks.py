@@ -15,11 +15,12 @@ from typing import Any
 from lightning import Callback, Trainer
 
 from dodo.data.batches import Batch
+from dodo.training.in_place import put_in_place
 from dodo.training.objectives import Way
 from dodo.training.recipe import Recipe
 from dodo.training.validation import rebuild, validate
 
-__all__ = ["Checkpoints", "Progress", "TrainingLog", "Validation"]
+__all__ = ["Checkpoints", "Deadline", "Progress", "TrainingLog", "Validation"]
 
 
 class _EachStep(Callback):
@@ -113,6 +114,8 @@ class Validation(_EachStep):
         super().on_train_start(trainer, module)
         if trainer.is_global_zero:
             _forget_later_rows(self._folder / "validation.csv", trainer.global_step)
+        if self.out_of_patience:  # of a run that is resumed: it had ended
+            trainer.should_stop = True
 
     def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
         self.improved = False
@@ -123,7 +126,7 @@ class Validation(_EachStep):
         row = self._measured(trainer, module, step) if module.takes_part else {}
         row = trainer.strategy.broadcast(row)
         row |= {"tokens": module.tokens_seen, "seconds": time.perf_counter() - start}
-        self.improved = self.best is None or row["loss"] < self.best
+        self.improved = math.isfinite(row["loss"]) and (self.best is None or row["loss"] < self.best)
         self._since_best = 0 if self.improved else self._since_best + 1
         if self.improved:
             self.best = row["loss"]
@@ -137,10 +140,11 @@ class Validation(_EachStep):
     def _measured(self, trainer: Trainer, module: Any, step: int) -> dict[str, float]:
         own: dict[str, tuple[Way, ...]] = {"compressive": ("pooled",), "icae": ("memory",), "full": ("whole",)}
         ways = own.get(self._recipe.model, ("scorer", "stride"))
-        row = validate(module.dodo, self._batches, ways)
-        first = next(iter(self._batches))
-        if self._recipe.running.reconstruct and self._batches[first].objective == "autoencoding":
-            made = rebuild(module.dodo, self._batches[first], texts=self._recipe.running.reconstruct, way=ways[0])
+        batches = {name: batch.to(module.device) for name, batch in self._batches.items()}
+        row = validate(module.dodo, batches, ways)
+        first = next(iter(batches))
+        if self._recipe.running.reconstruct and batches[first].objective == "autoencoding":
+            made = rebuild(module.dodo, batches[first], texts=self._recipe.running.reconstruct, way=ways[0])
             row[f"bleu/{first}/{ways[0]}"] = made.bleu
             if trainer.is_global_zero:
                 with open(self._folder / "samples.txt", "a", encoding="utf-8") as out:
@@ -171,10 +175,10 @@ class Checkpoints(_EachStep):
     def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
         if trainer.strategy.reduce_boolean_decision(self._told_to_stop, all=False):
             trainer.should_stop = True
+        if self._best.improved and module.takes_part:  # before the checkpoint that says so
+            module.save_adapters(self._folder / "best")
         if step % self._every == 0:
             self._save(trainer)
-        if self._best.improved and module.takes_part:
-            module.save_adapters(self._folder / "best")
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         if self._before is not None:
@@ -188,15 +192,19 @@ class Checkpoints(_EachStep):
         if part.is_dir() and trainer.is_global_zero:
             shutil.rmtree(part)
         trainer.save_checkpoint(part)  # a folder, where the processes hold a part each
-        if not trainer.is_global_zero:
-            return
-        if last.is_dir():
-            before = self._folder / "last.ckpt.before"
-            os.replace(last, before)
-            os.replace(part, last)
-            shutil.rmtree(before)
-        else:
-            os.replace(part, last)
+        if trainer.is_global_zero:
+            put_in_place(part, last)
+
+
+class Deadline(_EachStep):
+    """Ends a run, resumably, at the step after which the time is up; `minutes` from now on."""
+
+    def __init__(self, minutes: float) -> None:
+        self._end = time.monotonic() + 60 * minutes
+
+    def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
+        if trainer.strategy.reduce_boolean_decision(time.monotonic() >= self._end, all=False):
+            trainer.should_stop = True
 
 
 class Progress(_EachStep):
@@ -211,7 +219,12 @@ class Progress(_EachStep):
         super().on_train_start(trainer, module)
         quiet = not sys.stderr.isatty()
         self._bar = tqdm(
-            total=self._steps, initial=trainer.global_step, unit="step", mininterval=30 if quiet else 0.5, file=sys.stderr
+            total=self._steps,
+            initial=trainer.global_step,
+            unit="step",
+            mininterval=30 if quiet else 0.5,
+            file=sys.stderr,
+            disable=not trainer.is_global_zero,
         )
         self._start, self._tokens, self._loss = time.perf_counter(), module.tokens_seen, math.nan
 
@@ -239,11 +252,12 @@ def _append(path: Path, step: int, row: dict[str, Any]) -> None:
 
 
 def _forget_later_rows(path: Path, step: int) -> None:
-    """A resumed run does again what came after its checkpoint."""
+    """A resumed run does again what came after its checkpoint; a line that was cut off goes too."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for i, line in enumerate(lines) if i == 0 or int(line.split(",", 1)[0]) <= step]
+    rows = [(line, line.partition(",")[0]) for line in lines if line.endswith("\n")]
+    kept = [line for i, (line, number) in enumerate(rows) if i == 0 or (number.isdigit() and int(number) <= step)]
     part = path.with_name(path.name + ".part")
     part.write_text("".join(kept), encoding="utf-8")
     os.replace(part, path)

@@ -30,12 +30,24 @@ class BatchMaker:
         self.recipe, self.text, self.questions = recipe, text, questions
         weights = np.array([getattr(recipe.mixture, name) for name in _OBJECTIVES])
         self._weights = weights / weights.sum()
+        self._divisor: tuple[int, float] | None = None
 
     def __call__(self, number: int) -> Batch:
         """Batch `number`, the same whenever it is asked for.
 
-        The batches of one step have one objective and one length: processes that work side by side take as long.
+        The batches of one step have one objective and one length: processes that work side by side take as long. They have one
+        divisor, so that each token with a loss counts alike in the step, in whichever batch it is.
         """
+        batch, per_step = self._made(number), self.recipe.running.batches_per_step
+        if per_step == 1:
+            return batch
+        step = number // per_step
+        if self._divisor is None or self._divisor[0] != step:
+            others = [batch if i == number else self._made(i) for i in range(step * per_step, (step + 1) * per_step)]
+            self._divisor = step, sum(other.loss_tokens for other in others) / per_step
+        return dataclasses.replace(batch, divisor=self._divisor[1])
+
+    def _made(self, number: int) -> Batch:
         seed, step = self.recipe.running.seed, number // self.recipe.running.batches_per_step
         shared, rng = np.random.default_rng((seed, step, 3)), np.random.default_rng((seed, number))
         mixture, tokens = self.recipe.mixture, self.recipe.running.tokens
@@ -43,8 +55,8 @@ class BatchMaker:
         ratio = round(draw_skewed(self._ratio_range(step, objective), rng), 2)
         if objective == "question":
             assert self.questions is not None
-            near = int(shared.integers(len(self.questions))) + int(rng.integers(-100, 101))  # others of about that length
-            at = min(max(near, 0), len(self.questions) - 1)
+            near, last = int(shared.integers(len(self.questions))), len(self.questions) - 1
+            at = int(rng.integers(max(0, near - 100), min(last, near + 100) + 1))  # others of about that length
             batch = self.questions.batch(tokens, mixture.questions_per_document, ratio, rng, at=at)
         else:
             assert self.text is not None

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from dodo.autoregressive import Autoregressive
 from dodo.data.batches import Batch
-from dodo.errors import DodoError
+from dodo.errors import DodoError, InputError
 from dodo.model import Dodo
 from dodo.thresholds import RATIOS, Thresholds
 from dodo.training.fsdp import split_base
+from dodo.training.in_place import put_in_place
 from dodo.training.mixture import way_at
 from dodo.training.objectives import batch_loss
 from dodo.training.recipe import Optimizer, Recipe
@@ -82,34 +83,38 @@ class TrainingModule(LightningModule):
     def training_step(self, batch: Batch, _: int) -> Tensor:
         way = way_at(self.recipe, batch.number)
         kl = (self.recipe.mixture.kl_forward, self.recipe.mixture.kl_reverse)
-        loss = batch_loss(self.compressor, batch, way, kl_weights=kl)
-        if not math.isfinite(loss.sum):
-            self._stop_for_nan(batch, "the loss")
-        self.tokens_seen += self._over_processes(batch.document_tokens)
+        loss = batch_loss(self.compressor, batch, way, divisor=batch.divisor, kl_weights=kl)
+        tokens, broken = self._over_processes(batch.document_tokens, int(not math.isfinite(loss.sum)))
+        if broken:  # in whichever process: all stop
+            self._stop_for_nan(batch, "the loss", keep=not math.isfinite(loss.sum))
+        self.tokens_seen += tokens
         values = {"loss": loss.sum / max(1, loss.tokens), "accuracy": loss.correct / max(1, loss.tokens), "ratio": batch.ratio}
         self.last = {"objective": batch.objective, "way": way, "length": batch.documents.shape[1], **values}
         mixture = self.recipe.mixture
         scale = {"question": mixture.question_scale, "continuation": mixture.continuation_scale}.get(batch.objective, 1.0)
         return loss.total * scale
 
-    def _over_processes(self, count: int) -> int:
-        """The sum over the processes of the run."""
-        total = torch.tensor(count, dtype=torch.int64, device=self.device)
-        return int(self.trainer.strategy.reduce(total, reduce_op="sum"))
+    def _over_processes(self, *counts: int) -> list[int]:
+        """The sums over the processes of the run."""
+        total = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        summed: list[int] = self.trainer.strategy.reduce(total, reduce_op="sum").tolist()
+        return summed
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self._batch = batch
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """The adapters' gradient and the scorer's are clipped apart: the one would drown the other."""
-        clip = self.recipe.optimizer.clip
+        clip = self.recipe.optimizer.clip or math.inf
         self.gradient_norms = {
             g["name"]: float(torch.nn.utils.clip_grad_norm_(g["params"], clip)) for g in optimizer.param_groups
         }
         if not all(math.isfinite(norm) for norm in self.gradient_norms.values()):
             self._stop_for_nan(self._batch, "a gradient")
 
-    def _stop_for_nan(self, batch: Batch, what: str) -> None:
+    def _stop_for_nan(self, batch: Batch, what: str, *, keep: bool = True) -> None:
+        if not keep:
+            raise NanLossError(f"{what} of another process's batch is not a finite number; that process has saved it")
         path = self.folder / f"nan-batch-{batch.number}.pt"
         torch.save({"batch": dataclasses.asdict(batch), "step": self.global_step, "recipe": self.recipe.as_dict()}, path)
         raise NanLossError(f"{what} of batch {batch.number} is not a finite number; the batch is in {path}")
@@ -145,8 +150,8 @@ class TrainingModule(LightningModule):
     def save_adapters(self, folder: Path) -> None:
         """Write the set of adapters as it is, in fp16, with the ratios that it has seen. Of the processes that take part, the
         first writes."""
-        ratio = self.recipe.mixture.ratio
-        self.compressor.config = dataclasses.replace(self.compressor.config, trained_ratios=(ratio.low, ratio.high))
+        ratio = self.recipe.mixture.trained_ratios
+        self.compressor.config = dataclasses.replace(self.compressor.config, trained_ratios=ratio)
         self.dodo.thresholds = self._thresholds()
         if not self.trainer.is_global_zero:
             return
@@ -154,8 +159,7 @@ class TrainingModule(LightningModule):
         shutil.rmtree(part, ignore_errors=True)
         self.dodo.save_pretrained(part, dtype=torch.float16)
         (part / "recipe.yaml").write_text(yaml.safe_dump(self.recipe.as_dict(), sort_keys=False), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
+        put_in_place(part, folder)
 
     def _thresholds(self) -> Thresholds | None:
         """Of the scorer as it is now. Paper: Section 2.2."""
@@ -178,4 +182,7 @@ class TrainingModule(LightningModule):
         checkpoint["dodo"] = {"recipe": self.recipe.as_dict(), "tokens_seen": self.tokens_seen}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        if odd := sorted(trained ^ set(checkpoint["state_dict"])):
+            raise InputError(f"the checkpoint in {self.folder} is of another model: {odd[0]} is in one of them alone")
         self.tokens_seen = checkpoint["dodo"]["tokens_seen"]

@@ -29,6 +29,8 @@ class Data:
     """Shards (.safetensors) or sources of documents."""
     questions: str | None = None
     """Shard of documents with questions."""
+    longest: int = 512
+    """Documents with questions of more tokens are left out, and how many is told."""
     validation: tuple[str, ...] = ()
     """Shards or sources of documents that are never trained on."""
     commercial_only: bool = True
@@ -73,6 +75,12 @@ class Mixture:
     """Schedule: draws are capped at this ratio at first, and the cap rises to the whole range over `ratio_steps` steps."""
     ratio_steps: int = 0
 
+    @property
+    def trained_ratios(self) -> tuple[float, float]:
+        """Lowest and highest ratio that a batch may have."""
+        answering = self.question_ratio if self.question and self.question_ratio else self.ratio
+        return min(self.ratio.low, answering.low), max(self.ratio.high, answering.high)
+
     def __post_init__(self) -> None:
         weights = [getattr(self, name) for name in typing.get_args(Objective)]
         if min(weights) < 0 or sum(weights) == 0:
@@ -82,6 +90,10 @@ class Mixture:
         for ratio in filter(None, (self.ratio, self.question_ratio)):
             if ratio.low < 1:
                 raise InputError(f"mixture.ratio: ratios are at least 1, not {ratio.low}")
+        if (self.ratio_from is None) != (self.ratio_steps == 0):
+            raise InputError("mixture: ratio_from and ratio_steps go together")
+        _at_least("mixture", self, 1, "following", "questions_per_document")
+        _at_least("mixture", self, 0, "ratio_steps", "question_scale", "continuation_scale", "kl_forward", "kl_reverse")
 
 
 @dataclass(frozen=True)
@@ -97,11 +109,15 @@ class Selection:
     asked: float = 30.0
     """What an answer's token costs more then, if it is lost; the others cost about 1 to 3."""
     handover: tuple[int, int] = (0, 0)
-    """A fixed stride selects until the first of these steps, then the scorer more and more often, and always from the second."""
+    """A fixed stride selects until the first of these steps, then the scorer more and more often, and always from the second. The
+    first may lie before the run."""
 
     def __post_init__(self) -> None:
         if self.asked <= 0:
             raise InputError(f"selection.asked is above 0, not {self.asked}")
+        _at_least("selection", self, 0, "warm_start", "cost_start", "asked_start")
+        if self.handover[0] > self.handover[1]:
+            raise InputError(f"selection.handover ends no sooner than it begins, not {list(self.handover)}")
 
     @property
     def lessons(self) -> bool:
@@ -124,8 +140,8 @@ class Memory:
     lesson_lr: float = 3e-3
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise InputError(f"memory.tokens is at least 1, not {self.tokens}")
+        _at_least("memory", self, 1, "tokens")
+        _at_least("memory", self, 0, "lesson", "lesson_lr")
         if self.lesson and not self.aligned:
             raise InputError("memory.lesson needs memory.aligned: other slots belong to no part of a text")
 
@@ -150,7 +166,13 @@ class Optimizer:
     floor: float = 0.0
     """Where the rate ends, as a fraction."""
     clip: float = 1.0
-    """Norm of the gradient of the adapters, and of the scorer's apart."""
+    """Largest norm of the gradient of the adapters, and of the scorer's apart; 0: as they are."""
+
+    def __post_init__(self) -> None:
+        _at_least("optimizer", self, 0, "lr", "scorer_lr", "weight_decay", "warmup", "floor", "clip")
+        _at_least("optimizer", self, 1, "period")
+        if self.eps <= 0 or not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"optimizer: eps is above 0, betas are from 0 to below 1, not {self.eps} and {list(self.betas)}")
 
 
 @dataclass(frozen=True)
@@ -187,6 +209,14 @@ class Running:
     """Validations without a better loss after which the run stops; 0: never."""
     seed: int = 0
     """Of the batches. A run that goes on from another's adapters takes another, or it sees the same texts and questions again."""
+
+    def __post_init__(self) -> None:
+        _at_least(
+            "running", self, 1, "steps", "tokens", "accumulate", "devices", "validate_every", "validation_texts", "save_every"
+        )
+        _at_least("running", self, 0, "reconstruct", "patience", "seed")
+        if min(self.validation_lengths, default=0) < 1 or min(self.validation_ratios, default=0) < 1:
+            raise InputError("running: validation_lengths and validation_ratios are lists of numbers of at least 1")
 
     @property
     def batches_per_step(self) -> int:
@@ -317,6 +347,12 @@ def build(kind: Any, value: Any, *, where: str) -> Any:
             raise InputError(f"{where}: {len(kinds)} values are wanted, not {len(value)}")
         return tuple(build(k, v, where=where) for k, v in zip(kinds, value, strict=True))
     return _scalar(kind, value, where=where)
+
+
+def _at_least(where: str, settings: Any, least: int, *names: str) -> None:
+    for name in names:
+        if getattr(settings, name) < least:
+            raise InputError(f"{where}.{name} is at least {least}, not {getattr(settings, name)}")
 
 
 def _scalar(kind: Any, value: Any, *, where: str) -> Any:

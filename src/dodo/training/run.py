@@ -11,9 +11,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,24 +22,22 @@ from tqdm import tqdm
 
 from dodo.adapter_files import load_scorer
 from dodo.base import computes_in
-from dodo.data.batches import Batch, Objective, QuestionSource, TextSource, draw_skewed
-from dodo.data.shards import Shard, ShardKind, prepare, read_shard
+from dodo.config import CONFIG_FILE, DodoConfig
+from dodo.data.batches import Batch, QuestionSource, TextSource, draw_skewed
 from dodo.errors import DodoWarning, InputError
 from dodo.memory import MemoryTokens
 from dodo.model import Dodo
-from dodo.training.callbacks import Checkpoints, Progress, TrainingLog, Validation
+from dodo.training.callbacks import Checkpoints, Deadline, Progress, TrainingLog, Validation
 from dodo.training.fused import fused_lora
+from dodo.training.in_place import recover
 from dodo.training.lessons import learn_asked, learn_cost, learn_embeddings, learn_surprisal
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import TrainingModule
 from dodo.training.recipe import Memory as MemorySettings
 from dodo.training.recipe import Recipe, Running, load_recipe
-from dodo.training.validation import fixed_batches, question_batches
+from dodo.training.sources import open_sources
 
 __all__ = ["Result", "load_for_training", "train"]
-
-HELD_BACK = 0.02
-"""Share of the documents with questions that is for validation: whole articles, where the records have titles."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +95,13 @@ def train(
     dodo = dodo or load_for_training(recipe)
     _check_window(recipe, dodo.compressor.window)
     running = recipe.running
-    text, questions, validation = _sources(recipe, dodo, folder)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    text, questions, validation = open_sources(recipe, dodo, folder, resume=resume, progress=progress)
     module = TrainingModule(dodo, recipe, folder, _sample(recipe, text))
     checks = Validation(validation, folder, recipe)
     callbacks: list[Any] = [TrainingLog(folder), checks, Checkpoints(folder, every=running.save_every, best=checks)]
     callbacks += [Progress(running.steps)] if progress else []
+    callbacks += [] if max_minutes is None else [Deadline(max_minutes)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
@@ -115,11 +114,10 @@ def train(
                 strategy=_strategy(running.strategy),
                 max_steps=running.steps,
                 max_epochs=-1,
-                max_time=None if max_minutes is None else timedelta(minutes=max_minutes),
                 accumulate_grad_batches=running.accumulate,
                 gradient_clip_val=recipe.optimizer.clip,
                 callbacks=callbacks,
-                logger=TensorBoardLogger(str(folder), name="tensorboard", version=""),
+                logger=TensorBoardLogger(str(folder), name="tensorboard", version="", purge_step=_next_step(checkpoint)),
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,
@@ -130,6 +128,8 @@ def train(
             raise _cannot(running, error) from None
         maker = BatchMaker(recipe, text, questions)
         if checkpoint is None and trainer.is_global_zero:  # the others get its weights
+            if running.strategy != "fsdp":  # which puts the base's layers where they belong
+                module.to(trainer.strategy.root_device)
             _teach(recipe, dodo, text, questions, progress=progress)
         loader = DataLoader(_Endless(maker, trainer, running.batches_per_step), batch_size=None)
         with fused_lora(dodo.compressor.base) if running.fused else nullcontext():
@@ -162,6 +162,7 @@ def load_for_training(recipe: Recipe) -> Dodo:
         load_scorer(dodo.compressor, Path(recipe.start))
         dodo.stamp()
     elif recipe.start is not None:
+        _check_start(recipe, dodo)
         dodo.load_adapters(recipe.start)
     _give_memory(recipe, dodo)
     if running.checkpoint_gradients:
@@ -170,6 +171,27 @@ def load_for_training(recipe: Recipe) -> Dodo:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return dodo
+
+
+def _check_start(recipe: Recipe, dodo: Dodo) -> None:
+    """Refuse adapters that were trained for another base, or to be used in another way."""
+    folder = Path(str(recipe.start))
+    if not (folder / CONFIG_FILE).is_file():
+        raise InputError(f"start: {folder} has no {CONFIG_FILE}: it is no folder of adapters")
+    there = DodoConfig.from_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    if there.base_fingerprint not in (None, dodo.config.base_fingerprint):
+        raise InputError(f"start: the adapters in {folder} were trained on another base ({there.base}), not on {recipe.base}")
+    for name in ("feature_layer", "keep_first", "positions"):
+        one, two = getattr(there, name), getattr(recipe.config, name)
+        if one != two:
+            raise InputError(f"start: the adapters in {folder} have {name}: {one}, the recipe has {two}")
+
+
+def _next_step(checkpoint: Path | None) -> int | None:
+    """The first step that a resumed run will do again, for TensorBoard to forget."""
+    if checkpoint is None or checkpoint.is_dir():
+        return None
+    return int(torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"]) + 1
 
 
 def _dtype(running: Running) -> torch.dtype:
@@ -211,6 +233,7 @@ def _check_window(recipe: Recipe, window: int) -> None:
     mixture = recipe.mixture
     needed = {
         "mixture.length": 2 * mixture.length.high + 3 if mixture.autoencoding or mixture.recall else 0,  # the text, twice
+        "running.validation_lengths": _validated(recipe),
         "mixture.whole": mixture.whole.high if mixture.autoregressive else 0,
         "mixture.context and following": mixture.context.high + mixture.following + 1
         if mixture.continuation or mixture.distillation
@@ -219,6 +242,15 @@ def _check_window(recipe: Recipe, window: int) -> None:
     for name, tokens in needed.items():
         if tokens > window:
             raise InputError(f"{name} needs up to {tokens:,.0f} positions, but {recipe.base} has a window of {window:,}")
+
+
+def _validated(recipe: Recipe) -> int:
+    """Positions that the longest text of a validation needs."""
+    mixture, longest = recipe.mixture, max(recipe.running.validation_lengths)
+    if not recipe.data.validation:
+        return 0
+    behind = longest + 2 if mixture.autoencoding or mixture.recall else 0
+    return longest + max(behind, mixture.following if mixture.continuation or mixture.distillation else 0) + 1
 
 
 def _sample(recipe: Recipe, text: TextSource | None) -> list[list[int]]:
@@ -231,16 +263,20 @@ def _sample(recipe: Recipe, text: TextSource | None) -> list[list[int]]:
 
 def _teach(recipe: Recipe, dodo: Dodo, text: TextSource | None, questions: QuestionSource | None, *, progress: bool) -> None:
     selection = recipe.selection
+
+    def placed(batches: list[Batch]) -> list[Batch]:
+        return [batch.to(dodo.device) for batch in batches]
+
     if selection.warm_start:
-        learn_surprisal(dodo.compressor, _texts_alone(recipe, text))
+        learn_surprisal(dodo.compressor, placed(_texts_alone(recipe, text)))
     if selection.cost_start:
-        batches = _texts_rebuilt(recipe, text, selection.cost_start, "selection.cost_start")
+        batches = placed(_texts_rebuilt(recipe, text, selection.cost_start, "selection.cost_start"))
         learn_cost(dodo.compressor, batches, seed=recipe.running.seed)
     if selection.asked_start:
-        batches = _questions_alone(recipe, questions)
+        batches = placed(_questions_alone(recipe, questions))
         learn_asked(dodo.compressor, dodo.tokenizer, batches, asked=selection.asked)
     if recipe.memory.lesson:
-        batches = _texts_rebuilt(recipe, text, recipe.memory.lesson, "memory.lesson")
+        batches = placed(_texts_rebuilt(recipe, text, recipe.memory.lesson, "memory.lesson"))
         with fused_lora(dodo.compressor.base) if recipe.running.fused else nullcontext():
             shown = tqdm(batches, "memory's lesson", unit="step", disable=not progress)
             loss = learn_embeddings(dodo.compressor, shown, lr=recipe.memory.lesson_lr)
@@ -296,6 +332,8 @@ def _strategy(name: str) -> Any:
 
 def _claim(folder: Path, recipe: Recipe, *, resume: bool) -> Path | None:
     """Make the folder this recipe's; the checkpoint to go on from, if any."""
+    for name in ("last.ckpt", "best", "last"):
+        recover(folder / name)
     record, last = folder / "recipe.yaml", folder / "last.ckpt"
     wanted = recipe.as_dict()
     if resume:
@@ -321,38 +359,3 @@ def _differences(before: Any, wanted: Any, where: str = "") -> list[str]:
         keys = dict.fromkeys([*before, *wanted])
         return [d for k in keys for d in _differences(before.get(k), wanted.get(k), f"{where}.{k}" if where else str(k))]
     return [] if before == wanted else [where]
-
-
-def _sources(recipe: Recipe, dodo: Dodo, folder: Path) -> tuple[TextSource | None, QuestionSource | None, dict[str, Batch]]:
-    tokenizer, data, mixture, running = dodo.tokenizer, recipe.data, recipe.mixture, recipe.running
-    bos = tokenizer.bos_token_id if recipe.config.keep_first else None
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise InputError(f"{recipe.base} has no EOS token, which ends a reconstruction")
-
-    def opened(source: str, kind: ShardKind) -> Shard:
-        if source.endswith(".safetensors"):
-            return read_shard(source, tokenizer)
-        made = folder / "data" / f"{Path(source).name.replace('*', 'all')}.{kind}.safetensors"
-        if made.is_file():
-            return read_shard(made, tokenizer)
-        return prepare([source], made, tokenizer, kind=kind, commercial_only=data.commercial_only)
-
-    text = questions = None
-    if any(getattr(mixture, name) for name in get_args(Objective) if name != "question"):
-        text = TextSource([opened(source, "text") for source in data.text], bos=bos, eos=eos)
-    checks: dict[str, Batch] = {}
-    if data.validation:
-        held_out = TextSource([opened(source, "text") for source in data.validation], bos=bos, eos=eos)
-        checks |= fixed_batches(held_out, mixture, running)
-    if mixture.question:
-        if data.questions is None:
-            raise InputError("mixture.question is positive, but data.questions names no shard")
-        shard = opened(data.questions, "question")
-        back = shard.held_back(HELD_BACK)
-        questions = QuestionSource(shard, bos=bos, eos=eos, documents=~back)
-        if back.any():
-            held = QuestionSource(shard, bos=bos, eos=eos, documents=back)
-            checks |= question_batches(held, count=running.validation_texts, ratios=running.validation_ratios)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return text, questions, checks

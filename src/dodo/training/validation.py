@@ -6,11 +6,13 @@ Selection of checkpoints goes by this, never by a test set.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import torch
 
-from dodo.data.batches import Batch, QuestionSource, TextSource
+from dodo.data.batches import Batch, Objective, QuestionSource, TextSource
+from dodo.errors import InputError
 from dodo.icae import Icae
 from dodo.model import Dodo
 from dodo.training.objectives import Way, batch_loss, encode, remember
@@ -30,7 +32,11 @@ class Rebuilt:
 
 def fixed_batches(text: TextSource, mixture: Mixture, running: Running, *, seed: int = 0) -> dict[str, Batch]:
     """The same batches for every validation, one for each text objective of the mixture, length and ratio; the texts are the
-    same at each ratio. Distillation is checked by the loss of continuation."""
+    same at each ratio. Distillation is checked by the loss of continuation.
+
+    Raises:
+        InputError: no text is as long as one of the lengths.
+    """
     made: dict[str, Batch] = {}
     for length in running.validation_lengths:
         if length > text.longest:
@@ -38,6 +44,9 @@ def fixed_batches(text: TextSource, mixture: Mixture, running: Running, *, seed:
         for name, batch in _of_length(text, mixture, running.validation_texts, length, seed).items():
             for ratio in running.validation_ratios:
                 made[f"{name}n{length}/r{ratio:g}"] = dataclasses.replace(batch, ratio=ratio)
+    if not made and any(getattr(mixture, name) for name in get_args(Objective) if name != "question"):
+        shortest = min(running.validation_lengths)
+        raise InputError(f"running.validation_lengths: no held-out text has {shortest} tokens; the longest has {text.longest}")
     return made
 
 

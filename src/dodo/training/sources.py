@@ -1,0 +1,110 @@
+"""What a run reads: shards, or sources that are tokenised into its folder; and the batches that it is validated by.
+
+What was read is kept by its contents' hash in `data.json`: a run that goes on must find the same.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+from tqdm import tqdm
+
+from dodo.data.batches import Batch, Objective, QuestionSource, TextSource
+from dodo.data.reading import resolve
+from dodo.data.shards import Shard, ShardKind, prepare, read_shard
+from dodo.errors import InputError
+from dodo.model import Dodo, begins_with_bos
+from dodo.training.recipe import Recipe
+from dodo.training.validation import fixed_batches, question_batches
+
+__all__ = ["HELD_BACK", "open_sources"]
+
+HELD_BACK = 0.02
+"""Share of the documents with questions that is for validation: whole articles, where the records have titles."""
+
+
+def open_sources(
+    recipe: Recipe, dodo: Dodo, folder: Path, *, resume: bool = False, progress: bool = False
+) -> tuple[TextSource | None, QuestionSource | None, dict[str, Batch]]:
+    """Texts, questions, and the batches of every validation.
+
+    Raises:
+        InputError: there is no data, it is not of its kind or too long for the base's window, or it has changed since the
+            run began.
+    """
+    tokenizer, data, mixture, running = dodo.tokenizer, recipe.data, recipe.mixture, recipe.running
+    bos = tokenizer.bos_token_id if begins_with_bos(tokenizer, recipe.config) else None
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise InputError(f"{recipe.base} has no EOS token, which ends a reconstruction")
+    seen: dict[str, str] = {}
+
+    def opened(source: str, kind: ShardKind) -> Shard:
+        seen[source] = digest = _digest(source)
+        if source.endswith(".safetensors"):
+            return read_shard(source, tokenizer)
+        how = hashlib.sha256(f"{source} {digest} {data.commercial_only}".encode()).hexdigest()[:12]
+        made = folder / "data" / f"{Path(source).name.replace('*', 'all')}.{how}.{kind}.safetensors"
+        if made.is_file():
+            return read_shard(made, tokenizer)
+        return prepare([source], made, tokenizer, kind=kind, commercial_only=data.commercial_only)
+
+    text = questions = None
+    if any(getattr(mixture, name) for name in get_args(Objective) if name != "question"):
+        text = TextSource([opened(source, "text") for source in data.text], bos=bos, eos=eos)
+    checks: dict[str, Batch] = {}
+    if data.validation:
+        held_out = TextSource([opened(source, "text") for source in data.validation], bos=bos, eos=eos)
+        checks |= fixed_batches(held_out, mixture, running)
+    if mixture.question:
+        if data.questions is None:
+            raise InputError("mixture.question is positive, but data.questions names no shard")
+        shard = opened(data.questions, "question")
+        back = shard.held_back(HELD_BACK)
+        how: dict[str, Any] = {"bos": bos, "eos": eos, "longest": data.longest}
+        questions = QuestionSource(shard, documents=~back, **how)
+        _check_questions(recipe, questions, dodo.compressor.window)
+        if questions.left_out and progress:
+            what = f"{questions.left_out:,} documents with questions have more than {data.longest:,} tokens and are left out"
+            tqdm.write(f"{what} (data.longest)", file=sys.stderr)
+        back &= shard.documents.lengths <= data.longest
+        if back.any():
+            held = QuestionSource(shard, documents=back, **how)
+            checks |= question_batches(held, count=running.validation_texts, ratios=running.validation_ratios)
+    if running.patience and not checks:
+        raise InputError(
+            "running.patience needs something to be validated by: data.validation, or questions enough to hold some back"
+        )
+    _remember(folder / "data.json", seen, resume=resume)
+    return text, questions, checks
+
+
+def _digest(source: str) -> str:
+    """Of the files' contents; of a dataset on the hub its name."""
+    if source.startswith("hf:"):
+        return source
+    found = hashlib.sha256()
+    for path in resolve([source]):
+        with open(path, "rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:16]
+
+
+def _check_questions(recipe: Recipe, questions: QuestionSource, window: int) -> None:
+    if questions.positions > window:
+        need, has = f"{questions.positions:,}", f"{window:,}"
+        raise InputError(
+            f"documents with questions need up to {need} positions, but {recipe.base} has a window of {has}; lower data.longest"
+        )
+
+
+def _remember(path: Path, seen: dict[str, str], *, resume: bool) -> None:
+    before = json.loads(path.read_text(encoding="utf-8")) if resume and path.is_file() else {}
+    if changed := [source for source, digest in seen.items() if before.get(source, digest) != digest]:
+        raise InputError(f"{changed[0]} is not what it was when the run began, so it can't go on with the batches that come next")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # the processes of a run all write the same
+    part.write_text(json.dumps(seen, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)

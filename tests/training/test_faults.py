@@ -1,0 +1,350 @@
+"""What can go wrong around a run, and what is left then."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from dodo.data.batches import Batch, QuestionSource
+from dodo.data.shards import prepare, read_shard
+from dodo.errors import InputError
+from dodo.model import Dodo
+from dodo.training import in_place
+from dodo.training.callbacks import Checkpoints, Validation, _forget_later_rows
+from dodo.training.in_place import put_in_place, recover
+from dodo.training.mixture import BatchMaker
+from dodo.training.module import TrainingModule
+from dodo.training.objectives import batch_loss
+from dodo.training.recipe import load_recipe
+from dodo.training.run import load_for_training, train
+from dodo.training.sources import open_sources
+from tests.training.test_training import WORDS, _trained, recipe_file  # noqa: F401 (a fixture)
+
+CONSTANT = ["optimizer.shape=constant", "optimizer.warmup=1", "optimizer.period=1"]
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> str:
+    """Sixty documents, each longer than the one before."""
+    rows = [{"context": "a dodo " * (i + 3), "question": "Who?", "answers": ["the dodo"], "license": "CC0"} for i in range(60)]
+    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(tmp_path / "questions.jsonl")
+
+
+# -- time
+
+
+def test_a_run_with_little_time_goes_on_where_it_was_by_whole_steps(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Also in the middle of what is accumulated: the time is up after the first pass of a step."""
+    recipe = load_recipe(recipe_file, [*CONSTANT, "running.steps=3", "running.accumulate=2"])
+    whole = train(recipe, tmp_path / "whole", progress=False)
+    for step in (1, 2, 3):
+        part = train(recipe, tmp_path / "parts", resume=step > 1, max_minutes=1e-9, progress=False)
+        assert (part.steps, part.finished) == (step, step == 3)
+    assert part.tokens == whole.tokens
+    a, b = _trained(tmp_path / "whole"), _trained(tmp_path / "parts")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=0, rtol=0, msg=name)
+
+
+# -- data
+
+
+def test_sources_of_one_name_are_not_taken_for_each_other(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    other = tmp_path / "other" / "text.jsonl"
+    other.parent.mkdir()
+    other.write_text(json.dumps({"text": "other words " * 30, "license": "CC0"}), encoding="utf-8")
+    recipe = load_recipe(recipe_file, [f"data.validation=[{other}]"])
+    dodo = load_for_training(recipe)
+    text, _, checks = open_sources(recipe, dodo, tmp_path / "run")
+    (batch,) = checks.values()
+    assert text is not None
+    assert "other" in dodo.tokenizer.decode(batch.documents[0].tolist())
+    assert "other" not in dodo.tokenizer.decode(text.windows(1, 12, np.random.default_rng(0))[0].tolist())
+
+
+def test_a_run_whose_data_changed_is_not_gone_on_with(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    train(load_recipe(recipe_file, [*CONSTANT, "running.steps=1"]), tmp_path / "run", progress=False)
+    text = tmp_path / "text.jsonl"
+    text.write_text(text.read_text() + "\n" + json.dumps({"text": "more " * 40, "license": "CC0"}), encoding="utf-8")
+    with pytest.raises(InputError, match=r"text.jsonl is not what it was when the run began"):
+        train(load_recipe(recipe_file, [*CONSTANT, "running.steps=2"]), tmp_path / "run", resume=True, progress=False)
+
+
+def test_long_documents_with_questions_are_left_out_as_the_recipe_says_and_counted(
+    recipe_file: Path,  # noqa: F811
+    questions: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["mixture.autoencoding=0", "mixture.question=1.0", f"data.questions={questions}", "data.validation=[]"]
+    recipe = load_recipe(recipe_file, [*asked, "data.longest=60"])
+    _, source, _ = open_sources(recipe, load_for_training(recipe), tmp_path / "run", progress=True)
+    assert source is not None
+    assert source.left_out > 0
+    assert f"{source.left_out} documents with questions have more than 60 tokens and are left out" in capsys.readouterr().err
+    with open(questions, "a", encoding="utf-8") as more:
+        more.write("\n" + json.dumps({"context": "a dodo " * 72, "question": "Who?", "answers": ["the dodo"], "license": "CC0"}))
+    recipe = load_recipe(recipe_file, [*asked, "data.longest=100000"])
+    with pytest.raises(InputError, match=r"need up to [\d,]+ positions.*window of 512; lower data.longest"):
+        open_sources(recipe, load_for_training(recipe), tmp_path / "run")
+
+
+def test_no_document_is_asked_about_much_more_often_than_others(recipe_file: Path, questions: str, tmp_path: Path) -> None:  # noqa: F811
+    recipe = load_recipe(recipe_file, ["mixture.autoencoding=0", "mixture.question=1.0", f"data.questions={questions}"])
+    dodo = load_for_training(recipe)
+    prepare([questions], tmp_path / "q.safetensors", dodo.tokenizer, kind="question")
+    source = QuestionSource(read_shard(tmp_path / "q.safetensors", dodo.tokenizer), bos=1, eos=2)
+    drawn: list[int] = []
+    source.batch = lambda *_, at, **__: drawn.append(at) or _nothing()  # type: ignore[method-assign, assignment, return-value]
+    maker = BatchMaker(recipe, None, source)
+    for number in range(3000):
+        maker(number)
+    counts = np.bincount(drawn, minlength=len(source))
+    assert counts.min() > 0
+    assert counts.max() < 3 * 3000 / len(source)
+
+
+def test_each_token_of_a_step_counts_alike(recipe_file: Path, questions: str, tmp_path: Path) -> None:  # noqa: F811
+    """Answers have few tokens and many: a mean of batches' means would favour the short ones."""
+    rows = [
+        json.loads(line) | {"answers": ["the dodo" if i % 2 else "dodo"]}
+        for i, line in enumerate(Path(questions).read_text().split("\n"))
+    ]
+    Path(questions).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    settings = ["mixture.autoencoding=0", "mixture.question=1.0", f"data.questions={questions}", "running.accumulate=3"]
+    recipe = load_recipe(recipe_file, settings)
+    dodo = load_for_training(recipe)
+    _, source, _ = open_sources(recipe, dodo, tmp_path / "run")
+    maker = BatchMaker(recipe, None, source)
+    batches = [maker(number) for number in (3, 4, 5)]
+    counts = [batch.loss_tokens for batch in batches]
+    assert len(set(counts)) > 1
+    assert [batch.divisor for batch in batches] == [sum(counts) / 3] * 3
+    losses = [batch_loss(dodo.compressor, batch, divisor=batch.divisor) for batch in batches]
+    mean = sum(loss.sum for loss in losses) / sum(loss.tokens for loss in losses)
+    assert sum(float(loss.total.detach()) for loss in losses) / 3 == pytest.approx(mean, rel=1e-5)
+    assert BatchMaker(load_recipe(recipe_file, settings[:-1]), None, source)(3).divisor is None
+
+
+def _nothing() -> Batch:
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    return Batch("question", 1.0, ids, ids.bool(), ids, ids.bool(), ids)
+
+
+def test_documents_begin_in_training_as_they_do_in_use(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    """A tokenizer that puts BOS in front, as LLaMA's does, and a recipe that does not keep the first token."""
+    recipe = load_recipe(recipe_file, ["config.keep_first=false"])
+    dodo = load_for_training(recipe)
+    plain = dodo.tokenizer
+
+    class AddsBos:
+        def __call__(self, text: Any, add_special_tokens: bool = True, **more: Any) -> Any:
+            found = plain(text, add_special_tokens=False, **more)
+            bos = [plain.bos_token_id] if add_special_tokens else []
+            return {"input_ids": [*bos, *found["input_ids"]]} if isinstance(text, str) else found
+
+        def __len__(self) -> int:
+            return len(plain)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(plain, name)
+
+    for tokenizer, begins in ((AddsBos(), True), (plain, False)):
+        dodo.tokenizer = tokenizer  # type: ignore[assignment]
+        _, _, checks = open_sources(recipe, dodo, tmp_path / str(begins))
+        (batch,) = checks.values()
+        assert (batch.documents[0, 0] == plain.bos_token_id) == begins
+        assert (dodo.document_ids("a dodo")[0] == plain.bos_token_id) == begins
+
+
+# -- what is validated
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["running.validation_lengths=[240]"], r"no held-out text has 240 tokens"),
+        (["running.validation_lengths=[300]"], r"running.validation_lengths needs up to 603 positions"),
+        (["data.validation=[]", "running.patience=2"], r"running.patience needs something to be validated by"),
+    ],
+)
+def test_a_validation_that_can_not_be_is_refused_before_the_first_step(
+    recipe_file: Path,  # noqa: F811
+    tmp_path: Path,
+    settings: list[str],
+    message: str,
+) -> None:
+    with pytest.raises(InputError, match=message):
+        train(load_recipe(recipe_file, settings), tmp_path / "run", progress=False)
+
+
+def test_a_validation_without_a_number_is_not_the_best(
+    recipe_file: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = iter([float("nan"), 3.0, 2.0])
+    monkeypatch.setattr(Validation, "_measured", lambda *_: {"loss": next(found)})
+    result = train(load_recipe(recipe_file, ["running.steps=3", "running.validate_every=1"]), tmp_path / "run", progress=False)
+    assert result.loss == 2.0
+
+
+def test_batches_are_validated_on_the_models_device(
+    recipe_file: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moved: list[tuple[str, torch.device]] = []
+    to = Batch.to
+    monkeypatch.setattr(Batch, "to", lambda self, device, **more: moved.append((self.objective, device)) or to(self, device))
+    monkeypatch.setattr(
+        "dodo.training.callbacks.validate", lambda *_: moved.append(("validated", torch.device("cpu"))) or {"loss": 1.0}
+    )
+    train(load_recipe(recipe_file, ["running.steps=1", "running.validate_every=1"]), tmp_path / "run", progress=False)
+    at = moved.index(("validated", torch.device("cpu")))
+    assert moved[at - 1] == ("autoencoding", torch.device("cpu"))
+
+
+def test_a_run_that_ended_early_has_ended_when_it_is_resumed(
+    recipe_file: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Validation, "_measured", lambda *_: {"loss": 1.0})
+    recipe = load_recipe(recipe_file, ["running.steps=9", "running.validate_every=1", "running.patience=2"])
+    first = train(recipe, tmp_path / "run", progress=False)
+    again = train(recipe, tmp_path / "run", resume=True, progress=False)
+    assert (first.steps, again.steps) == (3, 3)
+
+
+# -- files
+
+
+def test_the_best_adapters_are_there_before_a_checkpoint_says_so(
+    recipe_file: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+    adapters, save = TrainingModule.save_adapters, Checkpoints._save
+    monkeypatch.setattr(TrainingModule, "save_adapters", lambda self, to: order.append(to.name) or adapters(self, to))
+    monkeypatch.setattr(Checkpoints, "_save", lambda self, trainer: order.append("checkpoint") or save(self, trainer))
+    settings = ["running.steps=1", "running.validate_every=1", "running.save_every=1"]
+    train(load_recipe(recipe_file, settings), tmp_path / "run", progress=False)
+    assert order == ["best", "checkpoint", "checkpoint", "last"]
+
+
+def test_a_folder_is_old_or_new_wherever_its_replacing_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cut(Exception):
+        pass
+
+    rename, rmtree = Path.rename, in_place.shutil.rmtree
+    for at in range(4):
+        target, part = tmp_path / str(at) / "best", tmp_path / str(at) / "best.part"
+        for folder, name in ((target, "old"), (part, "new")):
+            folder.mkdir(parents=True)
+            (folder / name).write_text(name)
+        left = iter([None] * at)
+
+        def step(work: Any, left: Any = left) -> Any:
+            def done(*arguments: Any, **more: Any) -> Any:
+                if next(left, Cut) is Cut:
+                    raise Cut
+                return work(*arguments, **more)
+
+            return done
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "rename", step(rename))
+            patched.setattr(in_place.shutil, "rmtree", step(rmtree))
+            with pytest.raises(Cut):
+                put_in_place(part, target)
+        recover(target)
+        assert [path.name for path in target.iterdir()] == ["new" if at == 3 else "old"]
+        put_in_place(part, target) if part.exists() else None
+        assert [path.name for path in target.iterdir()] == ["new"]
+        assert not (tmp_path / str(at) / "best.before").exists()
+
+
+def test_rows_that_were_cut_off_or_come_later_are_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text("step,name,value\n10,loss,1.5\n\n20,loss,1.25\n30,loss,1.0\n4", encoding="utf-8")
+    _forget_later_rows(path, 20)
+    assert path.read_text() == "step,name,value\n10,loss,1.5\n20,loss,1.25\n"
+
+
+# -- what it starts from
+
+
+def test_adapters_of_another_use_or_base_are_no_start(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    train(load_recipe(recipe_file, ["running.steps=1"]), tmp_path / "run", progress=False)
+    start = f"start={tmp_path / 'run' / 'last'}"
+    load_for_training(load_recipe(recipe_file, [start, "config.selection=density"]))  # may differ
+    for setting, name in (("config.feature_layer=1", "feature_layer: 2"), ("config.keep_first=false", "keep_first: True")):
+        with pytest.raises(InputError, match=f"the adapters in .* have {name}, the recipe has"):
+            load_for_training(load_recipe(recipe_file, [start, setting]))
+    with pytest.raises(InputError, match="is no folder of adapters"):
+        load_for_training(load_recipe(recipe_file, [f"start={tmp_path}"]))
+    file = tmp_path / "run" / "last" / "dodo_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_fingerprint": "0" * 16}), encoding="utf-8")
+    with pytest.raises(InputError, match="were trained on another base"):
+        load_for_training(load_recipe(recipe_file, [start]))
+
+
+def test_a_checkpoint_of_another_model_is_refused(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    recipe = load_recipe(recipe_file, [*CONSTANT, "running.steps=1"])
+    train(recipe, tmp_path / "run", progress=False)
+    path = tmp_path / "run" / "last.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    name = next(name for name in checkpoint["state_dict"] if "lora_B" in name)
+    checkpoint["state_dict"][f"{name}.other"] = checkpoint["state_dict"].pop(name)
+    torch.save(checkpoint, path)
+    with pytest.raises(InputError, match=f"is of another model: {name} is in one of them alone"):
+        train(dataclasses.replace(recipe, running=dataclasses.replace(recipe.running, steps=2)), tmp_path / "run", resume=True)
+
+
+# -- values
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("running.validate_every=0", "running.validate_every is at least 1, not 0"),
+        ("running.save_every=0", "running.save_every is at least 1"),
+        ("running.accumulate=0", "running.accumulate is at least 1"),
+        ("running.tokens=-5", "running.tokens is at least 1"),
+        ("running.validation_ratios=[0.5]", "numbers of at least 1"),
+        ("optimizer.lr=-1", "optimizer.lr is at least 0"),
+        ("optimizer.clip=-1", "optimizer.clip is at least 0"),
+        ("optimizer.betas=[0.9, 1.5]", "betas are from 0 to below 1"),
+        ("selection.handover=[100, 10]", "ends no sooner than it begins"),
+        ("mixture.ratio_steps=5", "ratio_from and ratio_steps go together"),
+        ("mixture.following=0", "mixture.following is at least 1"),
+        ("memory.tokens=0", "memory.tokens is at least 1"),
+    ],
+)
+def test_values_that_can_not_be_are_refused_by_name(recipe_file: Path, setting: str, message: str) -> None:  # noqa: F811
+    with pytest.raises(InputError, match=message):
+        load_recipe(recipe_file, [setting])
+
+
+def test_without_a_clip_gradients_are_taken_as_they_are(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    for name, clip in (("none", 0), ("large", 1e9)):
+        train(load_recipe(recipe_file, [f"optimizer.clip={clip}", "running.steps=2"]), tmp_path / name, progress=False)
+    a, b = _trained(tmp_path / "none"), _trained(tmp_path / "large")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=0, rtol=0, msg=name)
+    assert any(value.abs().max() > 0 for name, value in a.items() if "lora_B" in name)
+
+
+def test_the_ratios_of_questions_are_trained_ratios_too(recipe_file: Path, questions: str, tmp_path: Path) -> None:  # noqa: F811
+    settings = ["mixture.question=1.0", f"data.questions={questions}", "mixture.question_ratio={low: 1.5, mode: 6.0, high: 14.0}"]
+    train(load_recipe(recipe_file, [*settings, "running.steps=1"]), tmp_path / "run", progress=False)
+    assert Dodo.from_pretrained(tmp_path / "run" / "last").config.trained_ratios == (1.5, 14.0)
+    assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["mixture"]["ratio"]["high"] == 4.0
