@@ -138,8 +138,8 @@ SECTIONS: dict[str, Section] = {
             ("Full, fine-tuned", "1", "37.7", "15.6", "35.3"),
             ("Dodo, fine-tuned", "10", "39.9", "14.6", "37.0"),
         ),
-        apart="What ships is not fine-tuned on summaries; smollm2-135m-summaries is, in 200 steps of an article each, and over the "
-        f"same, whole, smollm2-135m-summaries-full; so few and short articles teach little. {_SMALL}",
+        apart="What ships is not fine-tuned on summaries; smollm2-135m-summaries is, in 200 steps of an article each, and over "
+        f"the same, whole, smollm2-135m-summaries-full; so few and short articles teach little. {_SMALL}",
         single="ROUGE-L",
     ),
     "delimiters": Section(
