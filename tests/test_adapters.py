@@ -1,6 +1,8 @@
 """Laws of the two adapters."""
 
 import copy
+import pickle
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -115,6 +117,32 @@ def test_an_error_inside_switches_back(pair: Maker) -> None:
             raise RuntimeError("inside")
         assert adapters.current is None
         assert all(layer.disable_adapters for layer in adapters._layers)
+
+
+def test_another_thread_waits_until_the_base_is_as_it_was(pair: Maker) -> None:
+    compressor = stir(pair("llama").compressor)
+    adapters, seen = compressor.adapters, []
+
+    def look() -> None:
+        with adapters.use(PHI):
+            seen.append(adapters.current)
+
+    for switch in (adapters.use(THETA), adapters.merged(THETA), adapters.mixed(torch.ones(1, 1, dtype=torch.bool))):
+        with torch.no_grad(), switch, adapters.use(None):
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join(0.05)
+            assert thread.is_alive()
+        thread.join(60)
+    assert seen == [PHI] * 3
+
+
+def test_a_copy_or_a_pickle_has_a_lock_of_its_own(pair: Maker) -> None:
+    compressor = pair("llama").compressor
+    with compressor.adapters.use(PHI):
+        again = copy.deepcopy(compressor).adapters.lock
+        pickled = pickle.loads(pickle.dumps(compressor.adapters.lock))
+        assert (compressor.adapters.lock.mine, again.mine, pickled.mine) == (True, False, False)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama, tied", "phi3"])

@@ -323,7 +323,12 @@ class Dodo:
             generate: takes an event that is set when nobody reads any more, and settings for transformers' `generate`.
             generation: more of those.
             skip_prompt: the first tokens that come are not new.
+
+        Raises:
+            InputError: the calling thread has the base changed for itself, for which the generation would wait forever.
         """
+        if self.compressor.adapters.lock.mine:
+            raise InputError("text can't be streamed within `adapters.use` or `streaming`: leave that context first")
         streamer = TextIteratorStreamer(
             self.tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )

@@ -144,14 +144,15 @@ def _feed(cache: StreamingCache, input_ids: Tensor, logits_to_keep: int, forward
     if input_ids.shape[1] == 0:
         raise InputError("there are no tokens to read")
     logits = []
-    while input_ids.shape[1]:
-        if cache.tokens and cache.tokens % cache.lm.segment == 0:
-            cache.begin_segment()
-        rest = cache.lm.segment - cache.tokens % cache.lm.segment
-        logits.append(_read(cache, input_ids[:, :rest], logits_to_keep, forward))
-        if logits_to_keep == 1:
-            logits = logits[-1:]
-        input_ids = input_ids[:, rest:]
+    with cache.lm.compressor.adapters.lock:
+        while input_ids.shape[1]:
+            if cache.tokens and cache.tokens % cache.lm.segment == 0:
+                cache.begin_segment()
+            rest = cache.lm.segment - cache.tokens % cache.lm.segment
+            logits.append(_read(cache, input_ids[:, :rest], logits_to_keep, forward))
+            if logits_to_keep == 1:
+                logits = logits[-1:]
+            input_ids = input_ids[:, rest:]
     return torch.cat(logits, dim=1)[:, -logits_to_keep:]
 
 
@@ -193,12 +194,25 @@ def _adapters_of(lm: Autoregressive, kept: Tensor) -> AbstractContextManager[Non
 def streaming(lm: Autoregressive) -> Iterator[None]:
     """Within it, the base's forward passes over a `StreamingCache` go through `feed`: `base.generate` streams.
 
-    Positions and masks that come with the tokens are ignored, the stream has its own; passes over other caches are as ever.
+    Positions and masks that come with the tokens are ignored, the stream has its own; passes over other caches are as ever. Other
+    threads wait with theirs.
     """
-    base: Any = lm.compressor.base
-    name = cache_argument(base)
-    plain = base.forward
-    replaced = vars(base).get("forward")
+    with lm.compressor.adapters.lock:
+        base: Any = lm.compressor.base
+        plain, replaced = base.forward, vars(base).get("forward")
+        base.forward = _streamed(lm, plain)
+        try:
+            yield
+        finally:
+            if replaced is None:
+                del base.forward
+            else:
+                base.forward = replaced
+
+
+def _streamed(lm: Autoregressive, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The base's forward, which passes over a `StreamingCache` by way of `feed`."""
+    name = cache_argument(lm.compressor.base)
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -214,14 +228,7 @@ def streaming(lm: Autoregressive) -> Iterator[None]:
         output: Any = CausalLMOutputWithPast
         return output(logits=logits, **{name: cache})
 
-    base.forward = forward
-    try:
-        yield
-    finally:
-        if replaced is None:
-            del base.forward
-        else:
-            base.forward = replaced
+    return forward
 
 
 def generate_ids(
