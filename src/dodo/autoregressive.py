@@ -7,6 +7,7 @@ the text is split. `streaming` computes the same function a piece at a time, in 
 Shapes: B texts, T tokens, V vocabulary, d width.
 """
 
+import copy
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -259,6 +260,13 @@ class FeatureStream:
         self._layers = FeatureLayers(lm.compressor.base, lm.compressor.config.feature_layer)
         self._cache = DynamicCache()
         self._next_position = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FeatureStream":
+        """A copy of what is held; the model is the same."""
+        memo |= {id(self._lm): self._lm, id(self._layers): self._layers}
+        copied = copy.copy(self)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     @property
     def states(self) -> int:
