@@ -32,7 +32,7 @@ from dodo.config import CONFIG_FILE, DodoConfig, Use
 from dodo.errors import DodoWarning, FingerprintMismatch, InputError
 from dodo.generation import generate_ids, pad_rows
 from dodo.nuggets import Fingerprint, Nuggets
-from dodo.prompts import question_prompt
+from dodo.prompts import check_whole, question_prompt
 from dodo.streaming import StreamingCache
 from dodo.thresholds import Pace, Thresholds
 
@@ -195,10 +195,14 @@ class Dodo:
         """
         if not isinstance(text, str):
             raise InputError(f"a text must be a string, not {type(text).__name__}")
-        _check_whole(text, "the text")
+        check_whole(text, "the text")
         if not text:
             raise InputError("the text is empty: there is nothing to compress")
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=literal, verbose=False)["input_ids"]
+        return self.with_bos(ids)
+
+    def with_bos(self, ids: list[int]) -> list[int]:
+        """Token ids of a text's beginning, the BOS token in front if the tokenizer or `keep_first` wants it."""
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:1] != [bos] and (self.config.keep_first or _adds_bos(self.tokenizer)):
             ids = [bos, *ids]
@@ -366,7 +370,7 @@ class Dodo:
         )
 
     def _prompt_ids(self, prompt: str) -> list[int]:
-        _check_whole(prompt, "the prompt")
+        check_whole(prompt, "the prompt")
         ids: list[int] = self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
@@ -470,10 +474,13 @@ class Dodo:
             generation: see `write`.
 
         Raises:
-            InputError: see `write`.
+            InputError: see `write`; or the cache is of another model.
         """
         if cache is None:
             cache = StreamingCache(lm or self.autoregressive())
+        elif lm is not None:
+            cache.check(lm)
+        streaming.settings_of(cache.lm, max_new_tokens, self._pad_id, generation)  # what is refused is so before anything is read
         *segments, last = streaming.segments(cache, self.document_ids(text) if isinstance(text, str) else text)
         total = sum(map(len, segments)) + len(last)
 
@@ -577,12 +584,3 @@ class _HungUp(StoppingCriteria):
 
 def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])
-
-
-def _check_whole(text: str, what: str) -> None:
-    """Refuse lone surrogates, which JSON can bring in and no tokenizer takes."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        where = f"U+{ord(text[error.start]):04X} at {error.start:,}"
-        raise InputError(f"{what} has half a character in it ({where}): put another in its place") from None
