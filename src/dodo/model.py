@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, TextIteratorStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from dodo import adapter_files, fingerprint, hub, streaming
 from dodo.architecture import device_of, key_shape
@@ -32,6 +32,7 @@ from dodo.config import CONFIG_FILE, DodoConfig, Use
 from dodo.errors import DodoWarning, FingerprintMismatch, InputError
 from dodo.generation import generate_ids, pad_rows
 from dodo.nuggets import Fingerprint, Nuggets
+from dodo.pieces import Pieces
 from dodo.prompts import check_whole, question_prompt
 from dodo.streaming import StreamingCache
 from dodo.thresholds import Pace, Thresholds
@@ -333,9 +334,7 @@ class Dodo:
         """
         if self.compressor.adapters.lock.mine:
             raise InputError("text can't be streamed within `adapters.use` or `streaming`: leave that context first")
-        streamer = TextIteratorStreamer(
-            self.tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        streamer = Pieces(self.tokenizer, skip_prompt=skip_prompt)
         failure: list[BaseException] = []
         hung_up = _HungUp()
         criteria = [*generation.get("stopping_criteria", ()), hung_up]
@@ -346,7 +345,7 @@ class Dodo:
             except BaseException as error:  # handed to the reader below
                 failure.append(error)
             finally:
-                streamer.text_queue.put(streamer.stop_signal)
+                streamer.stop()
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
