@@ -172,6 +172,32 @@ def test_merged_weights_follow_the_adapters(pair: Maker) -> None:
     torch.testing.assert_close(second, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_merged_weights_follow_the_base(pair: Maker) -> None:
+    compressor, ids = stir(pair("llama").compressor), tokens(1, 10)
+    adapters, base = compressor.adapters, compressor.base
+    weight = adapters._layers[0].get_base_layer().weight
+    changes: list[Callable[[], object]] = [
+        lambda: weight.mul_(1.5),
+        lambda: setattr(weight, "data", weight.data * 1.5),
+        lambda: base.to(torch.float64),
+    ]
+    with torch.no_grad():
+        for change in changes:
+            with adapters.merged(THETA):
+                copies = adapters._merged[THETA][1]
+                base(ids)
+            change()
+            with adapters.merged(THETA):
+                merged = base(ids).logits
+            assert adapters._merged[THETA][1] is not copies
+            with adapters.use(THETA):
+                torch.testing.assert_close(merged, base(ids).logits, atol=1e-3, rtol=1e-3)
+            with adapters.merged(THETA), adapters.use(None):
+                copies = adapters._merged[THETA][1]
+            with adapters.merged(THETA):
+                assert adapters._merged[THETA][1] is copies, "what has not changed is merged once"
+
+
 def test_merging_is_left_out_where_gradients_are_wanted(pair: Maker) -> None:
     compressor = stir(pair("llama").compressor)
     with compressor.adapters.merged(THETA):

@@ -83,7 +83,7 @@ class Adapters:
             self.peft: PeftModel = get_peft_model(base, _lora_config(base, encoder), adapter_name=PHI)
             self.peft.add_adapter(THETA, _lora_config(base, decoder))
         self._layers: list[Any] = [module for module in base.modules() if isinstance(module, LoraLayer)]
-        self._merged: dict[str, tuple[tuple[int, ...], list[Tensor]]] = {}
+        self._merged: dict[str, tuple[list[Any], list[Tensor]]] = {}
         self.current: AdapterName | None = None
         self._kept: Tensor | None = None
         self._switch(None)
@@ -189,21 +189,20 @@ class Adapters:
         self._merged.clear()
 
     def _merged_weights(self, name: AdapterName) -> list[Tensor]:
-        versions = tuple(
-            matrices[name].weight._version
-            for layer in self._layers
-            if name in layer.lora_A
-            for matrices in (layer.lora_A, layer.lora_B)
-        )
-        known = self._merged.get(name)
-        if known is None or known[0] != versions:
+        made_from = [layer.get_base_layer().weight for layer in self._layers]
+        made_from += [
+            matrices[name].weight for layer in self._layers if name in layer.lora_A for matrices in (layer.lora_A, layer.lora_B)
+        ]
+        state = [(weight._version, weight.data_ptr(), weight.dtype, weight.device) for weight in made_from]
+        if self._merged.get(name, (None,))[0] != state:
+            self._merged.pop(name, None)
             weights = []
             for layer in self._layers:
                 weight = layer.get_base_layer().weight.data
                 if name in layer.lora_A:
                     weight = (weight.float() + layer.get_delta_weight(name).float()).to(weight.dtype)
                 weights.append(weight)
-            self._merged[name] = (versions, weights)
+            self._merged[name] = (state, weights)
         return self._merged[name][1]
 
     def _mergeable(self, name: AdapterName) -> bool:

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from dodo.architecture import FeatureLayers, backbone, device_of, layer_windows
 from dodo.attention import attention_masks, cache_argument, check_gradient_backend, retain, turn
 from dodo.compressor import Compressor
-from dodo.errors import InputError, WindowError
+from dodo.errors import InputError, UnsupportedModelError, WindowError
 from dodo.thresholds import Pace
 
 __all__ = ["Autoregressive", "FeatureStream", "held_bytes"]
@@ -46,6 +46,7 @@ class Autoregressive:
 
     Raises:
         InputError: a setting is out of range.
+        UnsupportedModelError: the attention backend takes no mask of its own.
     """
 
     compressor: Compressor
@@ -74,6 +75,9 @@ class Autoregressive:
             raise InputError(
                 f"max_states must be a whole number of at least {least:,} (window, segment, one nugget), not {self.max_states!r}"
             )
+        backend = self.compressor.base.config._attn_implementation
+        if backend not in ("sdpa", "eager"):
+            raise UnsupportedModelError(f"attention backend {backend!r} takes no mask of what was kept; use 'sdpa' or 'eager'")
         object.__setattr__(self, "feature_window", min(self.feature_window, half))
 
     @property
