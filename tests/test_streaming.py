@@ -19,10 +19,10 @@ from dodo.attention import ROOM, RoomyLayer, cache_argument
 from dodo.autoregressive import Autoregressive
 from dodo.compressor import Compressor
 from dodo.config import DodoConfig, LoraSettings
-from dodo.errors import InputError
+from dodo.errors import DodoWarning, InputError
 from dodo.model import Dodo
 from dodo.streaming import StreamingCache, feed, generate_ids, streaming
-from dodo.thresholds import Pace, Thresholds, realised_ratio
+from dodo.thresholds import REACH, Pace, Thresholds, realised_ratio
 from tests.conftest import FAMILIES, Pair, small_config, stir, tiny_model, tokens
 from tests.standins.models import byte_tokenizer, tiny_llama
 from tests.test_autoregressive import close, language_model, pace_of
@@ -69,17 +69,27 @@ def test_all_kept_with_fresh_adapters_streams_the_base_model(pair: Maker, family
         close(stream(language_model(made.compressor, threshold=-math.inf), ids, 9), made.base(ids).logits)
 
 
+@pytest.mark.parametrize("reach", [REACH, 4])
 @pytest.mark.parametrize("keep_first", [False, True])
-def test_a_threshold_that_follows_the_text_is_the_same_in_any_pieces(pair: Maker, keep_first: bool) -> None:
+def test_a_threshold_that_follows_the_text_is_the_same_in_any_pieces(
+    pair: Maker, keep_first: bool, reach: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what is owed reaches its bounds."""
+    monkeypatch.setattr("dodo.thresholds.REACH", reach)
     compressor = stir(pair("llama", keep_first=keep_first).compressor)
     ids, lm = tokens(1, 61), language_model(compressor)
     lm = dataclasses.replace(lm, threshold=pace_of(lm, tokens(4, 61, seed=5)))
     with torch.no_grad():
         expected, kept = lm.forward(ids), lm.keep(lm.score(ids))[0, int(keep_first) :]
+    seen = set()
     for piece in (1, 7, 61):
-        cache = StreamingCache(lm)
-        close(torch.cat([feed(cache, part) for part in ids.split(piece, dim=1)], dim=1), expected)
+        cache, logits = StreamingCache(lm), []
+        for part in ids.split(piece, dim=1):
+            logits.append(feed(cache, part))
+            seen.add(cache.owed)
+        close(torch.cat(logits, dim=1), expected)
         assert cache.chosen == int(kept.sum())
+    assert bool({-reach / 3, 2 * reach / 3} & seen) == (reach == 4)
     assert 61 / 3 - 4 < cache.chosen < 61 / 3 + 4
 
 
@@ -445,6 +455,16 @@ def test_thresholds_are_estimated_from_texts_used_by_ratio_and_saved_with_the_ad
     _dodo().save_pretrained(tmp_path)
     other.load_adapters(tmp_path)
     assert other.thresholds is None
+
+
+def test_a_ratio_far_from_what_was_trained_is_used_with_a_warning() -> None:
+    dodo = _dodo()
+    dodo.compressor.config = dataclasses.replace(dodo.config, trained_ratios=(2.0, 6.0))
+    dodo.estimate_thresholds(TEXTS)
+    with pytest.warns(DodoWarning, match=r"ratio 30 is outside the range .* \(2 to 6\)"):
+        dodo.autoregressive(ratio=30)
+    dodo.autoregressive(ratio=5)
+    dodo.autoregressive(threshold=0.0)
 
 
 def test_writing_goes_on_with_a_text() -> None:

@@ -126,11 +126,13 @@ class Autoregressive:
         with self.compressor.adapters.use(None):
             return scorer(features(input_ids, attention_mask=masks, position_ids=positions))
 
-    def threshold_at(self, tokens: int, kept: int) -> float:
-        """Lambda of the segment that begins behind so many tokens of a text, so many of which were kept for their score."""
-        if isinstance(self.threshold, Pace):
-            return self.threshold.at(max(0, tokens - self.keep_first), kept)
-        return self.threshold
+    def threshold_at(self, owed: float) -> float:
+        """Lambda of a segment before which so many nuggets are owed; see `owed_behind`."""
+        return self.threshold.at(owed) if isinstance(self.threshold, Pace) else self.threshold
+
+    def owed_behind(self, owed: float, *, tokens: int, kept: int) -> float:
+        """Nuggets owed behind a segment, see `Pace.settle`; nothing where the threshold does not follow the text."""
+        return self.threshold.settle(owed, tokens=tokens, kept=kept) if isinstance(self.threshold, Pace) else 0.0
 
     def keep(self, scores: Tensor, real: Tensor | None = None, *, origin: int = 0) -> Tensor:
         """Which tokens are kept for their score, alpha of Eq. 8.
@@ -155,9 +157,11 @@ class Autoregressive:
     def _keep_one(self, scores_T: Tensor, origin: int) -> Tensor:
         kept = torch.zeros_like(scores_T, dtype=torch.bool)
         starts = range(origin % self.segment, len(scores_T), self.segment)
+        owed = 0.0
         for start, end in itertools.pairwise(sorted({0, *starts, len(scores_T)})):
-            threshold = self.threshold_at(start, int(kept[self.keep_first : start].sum()))
-            kept[start:end] = scores_T[start:end] > threshold
+            kept[start:end] = scores_T[start:end] > self.threshold_at(owed)
+            compete = max(start, int(self.keep_first))
+            owed = self.owed_behind(owed, tokens=end - compete, kept=int(kept[compete:end].sum()))
         return kept
 
     @torch.no_grad()

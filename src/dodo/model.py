@@ -417,6 +417,8 @@ class Dodo:
         """
         if ratio is not None and threshold is not None:
             raise InputError("give either a ratio or a threshold, and not both")
+        if threshold is None:
+            self._warn_of_ratio(ratio, None)
         known, ratio = self.thresholds, self.config.ratio if ratio is None else ratio
         if threshold is None and ratio == 1:
             threshold = -math.inf

@@ -54,6 +54,7 @@ class StreamingCache(Cache):
         positions: int64 [S], of the keys held, ascending.
         kept: bool [S], which of them stay when they leave the window.
         chosen: tokens of the text so far that were kept for their score, held or dropped.
+        owed: nuggets owed before the current segment, if the threshold follows the text.
         threshold: Lambda of the current segment.
         broken: whether a piece of the text failed half way, so that it holds no one knows what; it is then read no further.
     """
@@ -69,7 +70,9 @@ class StreamingCache(Cache):
         self.positions = torch.empty(0, dtype=torch.long, device=device)
         self.kept = torch.empty(0, dtype=torch.bool, device=device)
         self.chosen = 0
-        self.threshold = lm.threshold_at(0, 0)
+        self.owed = 0.0
+        self.threshold = lm.threshold_at(self.owed)
+        self._chosen_before = 0  # the current segment
         self.broken = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StreamingCache":
@@ -118,7 +121,9 @@ class StreamingCache(Cache):
     def begin_segment(self) -> None:
         """Drop what is not to be seen from the next token on; when its segment would not fit the window, turn back all keys."""
         lm, here = self.lm, self.next_position
-        self.threshold = lm.threshold_at(self.tokens, self.chosen)
+        competed = lm.segment - int(lm.keep_first and self.tokens == lm.segment)
+        self.owed = lm.owed_behind(self.owed, tokens=competed, kept=self.chosen - self._chosen_before)
+        self.threshold, self._chosen_before = lm.threshold_at(self.owed), self.chosen
         base_window = lm.compressor.window
         recent = self.positions >= here - lm.window
         first = torch.zeros_like(self.kept)
