@@ -1,6 +1,8 @@
 """Laws of the two adapters."""
 
 import copy
+import pickle
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -117,6 +119,32 @@ def test_an_error_inside_switches_back(pair: Maker) -> None:
         assert all(layer.disable_adapters for layer in adapters._layers)
 
 
+def test_another_thread_waits_until_the_base_is_as_it_was(pair: Maker) -> None:
+    compressor = stir(pair("llama").compressor)
+    adapters, seen = compressor.adapters, []
+
+    def look() -> None:
+        with adapters.use(PHI):
+            seen.append(adapters.current)
+
+    for switch in (adapters.use(THETA), adapters.merged(THETA), adapters.mixed(torch.ones(1, 1, dtype=torch.bool))):
+        with torch.no_grad(), switch, adapters.use(None):
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join(0.05)
+            assert thread.is_alive()
+        thread.join(60)
+    assert seen == [PHI] * 3
+
+
+def test_a_copy_or_a_pickle_has_a_lock_of_its_own(pair: Maker) -> None:
+    compressor = pair("llama").compressor
+    with compressor.adapters.use(PHI):
+        again = copy.deepcopy(compressor).adapters.lock
+        pickled = pickle.loads(pickle.dumps(compressor.adapters.lock))
+        assert (compressor.adapters.lock.mine, again.mine, pickled.mine) == (True, False, False)
+
+
 @pytest.mark.parametrize("family", ["llama", "llama, tied", "phi3"])
 def test_merged_weights_compute_the_same_and_leave_the_base_bit_by_bit(pair: Maker, family: str) -> None:
     compressor, ids = stir(pair(family).compressor), tokens(2, 10)
@@ -142,6 +170,32 @@ def test_merged_weights_follow_the_adapters(pair: Maker) -> None:
             expected = compressor.base(ids).logits
     assert not torch.allclose(first, second)
     torch.testing.assert_close(second, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_merged_weights_follow_the_base(pair: Maker) -> None:
+    compressor, ids = stir(pair("llama").compressor), tokens(1, 10)
+    adapters, base = compressor.adapters, compressor.base
+    weight = adapters._layers[0].get_base_layer().weight
+    changes: list[Callable[[], object]] = [
+        lambda: weight.mul_(1.5),
+        lambda: setattr(weight, "data", weight.data * 1.5),
+        lambda: base.to(torch.float64),
+    ]
+    with torch.no_grad():
+        for change in changes:
+            with adapters.merged(THETA):
+                copies = adapters._merged[THETA][1]
+                base(ids)
+            change()
+            with adapters.merged(THETA):
+                merged = base(ids).logits
+            assert adapters._merged[THETA][1] is not copies
+            with adapters.use(THETA):
+                torch.testing.assert_close(merged, base(ids).logits, atol=1e-3, rtol=1e-3)
+            with adapters.merged(THETA), adapters.use(None):
+                copies = adapters._merged[THETA][1]
+            with adapters.merged(THETA):
+                assert adapters._merged[THETA][1] is copies, "what has not changed is merged once"
 
 
 def test_merging_is_left_out_where_gradients_are_wanted(pair: Maker) -> None:

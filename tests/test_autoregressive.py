@@ -179,11 +179,12 @@ def test_a_pace_counts_what_was_kept_before_each_segment(pair: Maker, keep_first
     kept = lm.keep(scores, origin=origin).tolist()
     thresholds = set()
     for row, values in enumerate(scores.tolist()):
-        start = 0
+        owed, start = 0.0, 0
         for t, score in enumerate(values):
-            if (t - origin) % lm.segment == 0:
-                start = t
-            threshold = pace.at(max(0, start - keep_first), sum(kept[row][int(keep_first) : start]))
+            if t and (t - origin) % lm.segment == 0:
+                competed = kept[row][max(start, int(keep_first)) : t]
+                owed, start = pace.settle(owed, tokens=len(competed), kept=sum(competed)), t
+            threshold = pace.at(owed)
             thresholds.add(threshold)
             assert kept[row][t] == (score > threshold)
     assert len(thresholds) > 5
@@ -332,9 +333,11 @@ def test_one_backward_pass_reaches_both_adapters_and_the_scorer_by_every_way_of_
 
 def test_a_backend_that_would_drop_the_term_is_refused(pair: Maker) -> None:
     compressor = pair("llama").compressor
+    lm = language_model(compressor)
     compressor.base.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(UnsupportedModelError, match="flash_attention_2"):
-        language_model(compressor).forward(tokens(1, 9))
+    for use in (lambda: language_model(compressor), lambda: lm.forward(tokens(1, 9))):
+        with pytest.raises(UnsupportedModelError, match="flash_attention_2"):
+            use()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

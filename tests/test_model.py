@@ -309,3 +309,30 @@ def test_half_a_character_is_refused_by_name_and_place(make: Maker) -> None:
         dodo.compress("bird\ud83d")
     with pytest.raises(InputError, match=r"the prompt has half a character"):
         dodo.generate(dodo.compress(TEXT), "why\udc00", max_new_tokens=1)
+
+
+# -- several at once
+
+
+def test_calls_during_a_stream_wait_and_change_nothing(make: Maker) -> None:
+    """A stream that nobody reads goes on in its own thread, with the base changed for itself."""
+    dodo = make(stirred=True)
+    settings = {"max_new_tokens": 40, "eos_token_id": None}
+    before = {name: weight.clone() for name, weight in dodo.compressor.adapters.base_weights().items()}
+    nuggets = dodo.compress(TEXT, ratio=4)
+    lm = dodo.autoregressive(threshold=0.0, window=9, segment=4)
+    answered, written = dodo.answer(nuggets, "Who?", **settings), dodo.write(TEXT, lm, **settings)
+    streams = [dodo.stream_text(TEXT, lm, **settings), dodo.stream_text(TEXT, lm, **settings)]
+    heads = [next(stream) for stream in streams]
+    assert torch.equal(dodo.compress(TEXT, ratio=4).keys, nuggets.keys)
+    assert dodo.answer(nuggets, "Who?", **settings) == answered
+    assert [head + "".join(stream) for head, stream in zip(heads, streams, strict=True)] == [written, written]
+    assert all(torch.equal(before[name], weight) for name, weight in dodo.compressor.adapters.base_weights().items())
+    assert "forward" not in vars(dodo.compressor.base)
+
+
+def test_streaming_where_it_would_wait_for_itself_is_refused(make: Maker) -> None:
+    dodo = make()
+    nuggets = dodo.compress(TEXT)
+    with dodo.compressor.adapters.use("theta"), pytest.raises(InputError, match="leave that context"):
+        next(dodo.stream(nuggets, "Who?"))

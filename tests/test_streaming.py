@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,10 @@ from dodo.attention import ROOM, RoomyLayer, cache_argument
 from dodo.autoregressive import Autoregressive
 from dodo.compressor import Compressor
 from dodo.config import DodoConfig, LoraSettings
-from dodo.errors import InputError
+from dodo.errors import DodoWarning, InputError
 from dodo.model import Dodo
 from dodo.streaming import StreamingCache, feed, generate_ids, streaming
-from dodo.thresholds import Pace, Thresholds, realised_ratio
+from dodo.thresholds import REACH, Pace, Thresholds, realised_ratio
 from tests.conftest import FAMILIES, Pair, small_config, stir, tiny_model, tokens
 from tests.standins.models import byte_tokenizer, tiny_llama
 from tests.test_autoregressive import close, language_model, pace_of
@@ -68,17 +69,27 @@ def test_all_kept_with_fresh_adapters_streams_the_base_model(pair: Maker, family
         close(stream(language_model(made.compressor, threshold=-math.inf), ids, 9), made.base(ids).logits)
 
 
+@pytest.mark.parametrize("reach", [REACH, 4])
 @pytest.mark.parametrize("keep_first", [False, True])
-def test_a_threshold_that_follows_the_text_is_the_same_in_any_pieces(pair: Maker, keep_first: bool) -> None:
+def test_a_threshold_that_follows_the_text_is_the_same_in_any_pieces(
+    pair: Maker, keep_first: bool, reach: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what is owed reaches its bounds."""
+    monkeypatch.setattr("dodo.thresholds.REACH", reach)
     compressor = stir(pair("llama", keep_first=keep_first).compressor)
     ids, lm = tokens(1, 61), language_model(compressor)
     lm = dataclasses.replace(lm, threshold=pace_of(lm, tokens(4, 61, seed=5)))
     with torch.no_grad():
         expected, kept = lm.forward(ids), lm.keep(lm.score(ids))[0, int(keep_first) :]
+    seen = set()
     for piece in (1, 7, 61):
-        cache = StreamingCache(lm)
-        close(torch.cat([feed(cache, part) for part in ids.split(piece, dim=1)], dim=1), expected)
+        cache, logits = StreamingCache(lm), []
+        for part in ids.split(piece, dim=1):
+            logits.append(feed(cache, part))
+            seen.add(cache.owed)
+        close(torch.cat(logits, dim=1), expected)
         assert cache.chosen == int(kept.sum())
+    assert bool({-reach / 3, 2 * reach / 3} & seen) == (reach == 4)
     assert 61 / 3 - 4 < cache.chosen < 61 / 3 + 4
 
 
@@ -293,11 +304,20 @@ def test_generate_of_the_base_itself_streams_within_the_context(pair: Maker) -> 
     assert "forward" not in vars(base)
 
 
+REFUSED = (
+    {"num_beams": 2},
+    {"num_return_sequences": 3, "do_sample": True},
+    {"guidance_scale": 2.0},
+    {"use_cache": False},
+    {"return_dict_in_generate": True},
+)
+
+
 def test_what_a_stream_cannot_do_is_refused(pair: Maker) -> None:
     compressor = pair("llama").compressor
     lm, base, ids = language_model(compressor), compressor.base, tokens(1, 12)
     prompt = ids[0].tolist()
-    for refused in ({"num_beams": 2}, {"num_return_sequences": 3, "do_sample": True}):
+    for refused in REFUSED:
         with pytest.raises(InputError, match=next(iter(refused))):
             generate_ids(lm, prompt, max_new_tokens=4, **refused)
     with pytest.raises(InputError, match="empty"):
@@ -316,9 +336,87 @@ def test_what_a_stream_cannot_do_is_refused(pair: Maker) -> None:
             base(ids, attention_mask=torch.tensor([[0] + [1] * 11]), **cache)
         with pytest.raises(InputError, match="embeddings"):
             base(inputs_embeds=base.get_input_embeddings()(ids), **cache)
-    with pytest.raises(InputError, match="taken back"):
-        StreamingCache(lm).crop(-1)
+    cache = StreamingCache(lm)
+    for change in (cache.crop, cache.batch_repeat_interleave, cache.batch_select_indices, cache.reorder_cache, cache.reset):
+        with pytest.raises(InputError, match="taken back"):
+            change(1)
     assert "forward" not in vars(base)
+
+
+def test_a_base_whose_own_settings_a_stream_cannot_follow_streams_all_the_same(pair: Maker) -> None:
+    compressor = stir(pair("llama").compressor)
+    lm, prompt = language_model(compressor, tokens(1, 40)), tokens(1, 21)[0].tolist()
+    expected = generate_ids(lm, prompt, max_new_tokens=5, eos_token_id=NEVER)
+    compressor.base.generation_config.use_cache = False
+    assert generate_ids(lm, prompt, max_new_tokens=5, eos_token_id=NEVER) == expected
+
+
+def test_the_base_alone_does_not_read_a_stream(pair: Maker) -> None:
+    lm, ids = language_model(stir(pair("llama").compressor), tokens(1, 40)), tokens(1, 30)
+    cache, base = StreamingCache(lm), lm.compressor.base
+    feed(cache, ids[:, :20])
+    for call in (base, functools.partial(base.generate, max_new_tokens=2, attention_mask=torch.ones(1, 21))):
+        with pytest.raises(InputError, match="not by the base alone"), torch.no_grad():
+            call(ids[:, 20:21], **{cache_argument(base): cache})
+    close(feed(cache, ids[:, 20:]), stream(lm, ids, 30)[:, 20:])
+
+
+def test_a_cache_of_another_model_or_of_other_settings_is_refused(pair: Maker) -> None:
+    lm, prompt = language_model(stir(pair("llama").compressor)), tokens(1, 9)[0].tolist()
+    for other in (dataclasses.replace(lm, window=lm.window + 1), language_model(stir(pair("llama").compressor, seed=8))):
+        cache = StreamingCache(other)
+        with pytest.raises(InputError, match="another language model"):
+            generate_ids(lm, prompt, max_new_tokens=2, cache=cache)
+        assert cache.tokens == 0
+    assert generate_ids(lm, prompt, max_new_tokens=2, cache=StreamingCache(dataclasses.replace(lm)))
+
+
+def test_a_copy_of_a_cache_goes_on_by_itself_with_the_same_model(pair: Maker) -> None:
+    lm, ids = language_model(stir(pair("llama", keep_first=True).compressor), tokens(1, 40)), tokens(1, 50)
+    cache = StreamingCache(lm)
+    feed(cache, ids[:, :33])
+    again = copy.deepcopy(cache)
+    assert again.lm is lm
+    expected = feed(cache, ids[:, 33:])
+    assert (again.tokens, cache.tokens) == (33, 50)
+    assert torch.equal(feed(again, ids[:, 33:]), expected)
+    made = [
+        generate_ids(lm, [5], max_new_tokens=6, cache=each, eos_token_id=NEVER) for each in (again, copy.deepcopy(cache), cache)
+    ]
+    assert made[0] == made[1] == made[2]
+
+
+@pytest.mark.parametrize("where", ["scorer", "base.lm_head", "base.base_model.layers.3"])
+def test_a_stream_that_failed_half_way_is_read_no_further(pair: Maker, where: str) -> None:
+    compressor = stir(pair("llama").compressor)
+    lm, ids = language_model(compressor, tokens(1, 40)), tokens(1, 30)
+    cache = StreamingCache(lm)
+    feed(cache, ids[:, :20])
+
+    def out_of_memory(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = compressor.get_submodule(where).register_forward_pre_hook(out_of_memory)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        feed(cache, ids[:, 20:])
+    hook.remove()
+    assert cache.broken
+    with pytest.raises(InputError, match="failed half way"):
+        feed(cache, ids[:, 20:])
+    with pytest.raises(InputError, match="failed half way"):
+        generate_ids(lm, [5], max_new_tokens=2, cache=cache)
+
+
+def test_generation_takes_no_mask_of_all_that_was_ever_seen(pair: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = language_model(stir(pair("llama").compressor), tokens(1, 40))
+    cache, base, lengths = StreamingCache(lm), lm.compressor.base, []
+    feed(cache, tokens(1, 100))
+    generate = base.generate
+    monkeypatch.setattr(
+        base, "generate", lambda **inputs: lengths.append(inputs["attention_mask"].shape[1]) or generate(**inputs)
+    )
+    generate_ids(lm, [5, 6, 7], max_new_tokens=3, cache=cache)
+    assert lengths == [4]
 
 
 # -- the facade
@@ -357,6 +455,16 @@ def test_thresholds_are_estimated_from_texts_used_by_ratio_and_saved_with_the_ad
     _dodo().save_pretrained(tmp_path)
     other.load_adapters(tmp_path)
     assert other.thresholds is None
+
+
+def test_a_ratio_far_from_what_was_trained_is_used_with_a_warning() -> None:
+    dodo = _dodo()
+    dodo.compressor.config = dataclasses.replace(dodo.config, trained_ratios=(2.0, 6.0))
+    dodo.estimate_thresholds(TEXTS)
+    with pytest.warns(DodoWarning, match=r"ratio 30 is outside the range .* \(2 to 6\)"):
+        dodo.autoregressive(ratio=30)
+    dodo.autoregressive(ratio=5)
+    dodo.autoregressive(threshold=0.0)
 
 
 def test_writing_goes_on_with_a_text() -> None:

@@ -88,9 +88,18 @@ def test_scores_that_are_too_few_or_not_finite_are_refused(scores: torch.Tensor)
         Thresholds.estimate(scores, feature_window=8)
 
 
-def test_equal_scores_keep_none_rather_than_all() -> None:
-    table = Thresholds.estimate(torch.zeros(100), feature_window=8)
-    assert set(table.realised(torch.zeros(100)).values()) == {math.inf}
+def test_of_equal_scores_all_are_kept_or_none_by_what_is_nearer_to_the_ratio() -> None:
+    assert set(_estimated(torch.zeros(100)).values()) == {1}, "none would be infinitely far"
+    tied = torch.cat([torch.full((300,), 2.0), torch.linspace(-1, 1, 700)])
+    wanted = {4.0: 1000 / 300, 40.0: 1000 / 300, 2.0: 2.0}
+    assert {ratio: _estimated(tied)[ratio] for ratio in wanted} == pytest.approx(wanted, rel=2e-3)
+    above = torch.cat([torch.linspace(3, 4, 100), tied])
+    wanted = {3.0: 1100 / 400, 4.0: 1100 / 400, 8.0: 11.0, 10.0: 11.0, 40.0: 1100 / 28}
+    assert {ratio: _estimated(above)[ratio] for ratio in wanted} == pytest.approx(wanted, rel=2e-2)
+
+
+def _estimated(scores: torch.Tensor) -> dict[float, float]:
+    return Thresholds.estimate(scores, feature_window=8).realised(scores)
 
 
 def test_it_is_frozen() -> None:
@@ -104,20 +113,38 @@ def test_it_is_frozen() -> None:
 @pytest.mark.parametrize("higher", [-1.5, 0.0, 1.5])
 def test_as_many_are_kept_of_texts_that_score_higher_or_lower(higher: float) -> None:
     """Their own threshold would be half a standard deviation off, at which the table's keeps twice as many or half of them."""
-    scores, ratio, segment, kept = _scores(8_000, seed=2) + higher, 8, 16, 0
-    pace = Pace(TABLE, ratio)
-    for start in range(0, len(scores), segment):
-        kept += int((scores[start : start + segment] > pace.at(start, kept)).sum())
-        assert abs(kept - (start + segment) / ratio) < 2 * REACH / ratio
-    assert kept == pytest.approx(len(scores) / ratio, rel=0.03)
+    scores, ratio = _scores(8_000, seed=2) + higher, 8
+    kept = _kept(Pace(TABLE, ratio), scores)
+    assert bool(((kept.cumsum(0) - torch.arange(16, 8_001, 16) / ratio).abs() < 2 * REACH / ratio).all())
+    assert int(kept.sum()) == pytest.approx(len(scores) / ratio, rel=0.03)
     fixed = realised_ratio(scores, TABLE.at(ratio))
     assert higher == 0 or not 0.7 < fixed / ratio < 1.4
 
 
+def _kept(pace: Pace, scores: torch.Tensor, *, segment: int = 16) -> torch.Tensor:
+    """How many of each segment."""
+    kept, owed = [], 0.0
+    for piece in scores.split(segment):
+        kept.append(int((piece > pace.at(owed)).sum()))
+        owed = pace.settle(owed, tokens=len(piece), kept=kept[-1])
+    return torch.tensor(kept)
+
+
+@pytest.mark.parametrize("passage", [-99.0, 99.0])
+@pytest.mark.parametrize("length", [256, 8_192])
+def test_a_passage_that_no_threshold_divides_weighs_on_what_follows_for_a_while_only(passage: float, length: int) -> None:
+    scores = torch.cat([_scores(512), torch.full((length,), passage), _scores(4_096, seed=3)])
+    ratio, owed = 8, 2 * REACH / 8 if passage < 0 else -REACH / 8
+    after = _kept(Pace(TABLE, ratio), scores)[-4_096 // 16 :]
+    soon, later = int(after[: 4 * REACH // 16].sum()), after[4 * REACH // 16 :]
+    assert soon == pytest.approx(4 * REACH / ratio + owed, abs=8)
+    assert float(later.float().mean()) == pytest.approx(16 / ratio, rel=0.05)
+
+
 def test_a_pace_stays_within_its_table() -> None:
     pace = Pace(TABLE, 10)
-    assert pace.at(0, 0) == TABLE.at(10)
-    assert pace.at(100_000, 0) == TABLE.values[0]
-    assert pace.at(0, 100_000) == TABLE.values[-1]
+    assert pace.at(0) == TABLE.at(10)
+    assert pace.at(1_000) == TABLE.values[0]
+    assert pace.at(-1_000) == TABLE.values[-1]
     with pytest.raises(InputError, match=r"1\.5 to 40"):
         Pace(TABLE, 50)

@@ -8,8 +8,11 @@ Under gradient checkpointing the recomputation runs with the adapter that was on
 
 In the autoregressive LM (Section 2.2) each token has its own adapter. PEFT adds up the updates of all active adapters, so both
 are made active, and what their A matrices give is set to zero where the other one is wanted.
+
+All of this changes the base while it lasts, so one thread at a time may do it: another waits.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,11 +31,35 @@ from dodo.architecture import layers_of, lora_targets
 from dodo.config import CONFIG_FILE, LoraSettings
 from dodo.errors import InputError
 
-__all__ = ["PHI", "THETA", "AdapterName", "Adapters", "is_plain"]
+__all__ = ["PHI", "THETA", "AdapterName", "Adapters", "Lock", "is_plain"]
 
 AdapterName = Literal["phi", "theta"]
 PHI: AdapterName = "phi"
 THETA: AdapterName = "theta"
+
+
+class Lock:
+    """A re-entrant lock; a copy or a pickle of its owner gets one of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._owners: list[int] = []
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._owners.append(threading.get_ident())
+
+    def __exit__(self, *_: object) -> None:
+        self._owners.pop()
+        self._lock.release()
+
+    @property
+    def mine(self) -> bool:
+        """Whether the calling thread holds it."""
+        return self._owners[:1] == [threading.get_ident()]
+
+    def __reduce__(self) -> tuple[type["Lock"], tuple[()]]:
+        return Lock, ()
 
 
 class Adapters:
@@ -43,16 +70,20 @@ class Adapters:
         encoder: settings of phi.
         decoder: settings of theta.
         seed: of the fresh weights. Fresh adapters change nothing: their B matrices are zero.
+
+    Attributes:
+        lock: held by the thread that has the base changed for itself, by `use`, `mixed`, `merged` or otherwise.
     """
 
     def __init__(self, base: PreTrainedModel, *, encoder: LoraSettings, decoder: LoraSettings, seed: int = 0) -> None:
         self.base = base
+        self.lock = Lock()
         with torch.random.fork_rng(devices=[]), _without_chatter():
             torch.manual_seed(seed)
             self.peft: PeftModel = get_peft_model(base, _lora_config(base, encoder), adapter_name=PHI)
             self.peft.add_adapter(THETA, _lora_config(base, decoder))
         self._layers: list[Any] = [module for module in base.modules() if isinstance(module, LoraLayer)]
-        self._merged: dict[str, tuple[tuple[int, ...], list[Tensor]]] = {}
+        self._merged: dict[str, tuple[list[Any], list[Tensor]]] = {}
         self.current: AdapterName | None = None
         self._kept: Tensor | None = None
         self._switch(None)
@@ -81,15 +112,16 @@ class Adapters:
     @contextmanager
     def use(self, name: AdapterName | None) -> Iterator[None]:
         """Run the base with one adapter on, or with none; what was on before is on again afterwards."""
-        plain = [layer for layer in self._layers if name and is_plain(layer) and "forward" not in vars(layer)]
-        for layer in plain:
-            layer.forward = _adding_in_place(layer)
-        try:
-            with self._switched(name):
-                yield
-        finally:
+        with self.lock:
+            plain = [layer for layer in self._layers if name and is_plain(layer) and "forward" not in vars(layer)]
             for layer in plain:
-                del layer.forward
+                layer.forward = _adding_in_place(layer)
+            try:
+                with self._switched(name):
+                    yield
+            finally:
+                for layer in plain:
+                    del layer.forward
 
     @contextmanager
     def mixed(self, kept: Tensor) -> Iterator[None]:
@@ -98,11 +130,12 @@ class Adapters:
         Args:
             kept: bool [B, T], for the tokens of the forward passes within.
         """
-        with self._switched(None, kept):
+        with self.lock, self._switched(None, kept):
             yield
 
     @contextmanager
     def _switched(self, name: AdapterName | None, kept: Tensor | None = None) -> Iterator[None]:
+        """Without the lock: a backward pass runs layers again in a thread of its own, while the one that holds it waits."""
         before = self.current, self._kept
         self._switch(name, kept)
         try:
@@ -135,41 +168,41 @@ class Adapters:
         Costs one more copy of the adapted weights and gives the speed of the plain base. The base's own weights are put back
         bit by bit. A base that can't be merged (quantised, split) or does not fit twice runs with the adapter beside it.
         """
-        if torch.is_grad_enabled() or not self._mergeable(name):
-            with self.use(name):
-                yield
-            return
-        weights = self._merged_weights(name)
-        originals = [layer.get_base_layer().weight.data for layer in self._layers]
-        with self.use(None):
-            try:
-                for layer, weight in zip(self._layers, weights, strict=True):
-                    layer.get_base_layer().weight.data = weight
-                yield
-            finally:
-                for layer, weight in zip(self._layers, originals, strict=True):
-                    layer.get_base_layer().weight.data = weight
+        with self.lock:
+            if torch.is_grad_enabled() or not self._mergeable(name):
+                with self.use(name):
+                    yield
+                return
+            weights = self._merged_weights(name)
+            originals = [layer.get_base_layer().weight.data for layer in self._layers]
+            with self.use(None):
+                try:
+                    for layer, weight in zip(self._layers, weights, strict=True):
+                        layer.get_base_layer().weight.data = weight
+                    yield
+                finally:
+                    for layer, weight in zip(self._layers, originals, strict=True):
+                        layer.get_base_layer().weight.data = weight
 
     def forget_merged(self) -> None:
         """Free the copies that `merged` keeps."""
         self._merged.clear()
 
     def _merged_weights(self, name: AdapterName) -> list[Tensor]:
-        versions = tuple(
-            matrices[name].weight._version
-            for layer in self._layers
-            if name in layer.lora_A
-            for matrices in (layer.lora_A, layer.lora_B)
-        )
-        known = self._merged.get(name)
-        if known is None or known[0] != versions:
+        made_from = [layer.get_base_layer().weight for layer in self._layers]
+        made_from += [
+            matrices[name].weight for layer in self._layers if name in layer.lora_A for matrices in (layer.lora_A, layer.lora_B)
+        ]
+        state = [(weight._version, weight.data_ptr(), weight.dtype, weight.device) for weight in made_from]
+        if self._merged.get(name, (None,))[0] != state:
+            self._merged.pop(name, None)
             weights = []
             for layer in self._layers:
                 weight = layer.get_base_layer().weight.data
                 if name in layer.lora_A:
                     weight = (weight.float() + layer.get_delta_weight(name).float()).to(weight.dtype)
                 weights.append(weight)
-            self._merged[name] = (versions, weights)
+            self._merged[name] = (state, weights)
         return self._merged[name][1]
 
     def _mergeable(self, name: AdapterName) -> bool:

@@ -7,6 +7,7 @@ the text is split. `streaming` computes the same function a piece at a time, in 
 Shapes: B texts, T tokens, V vocabulary, d width.
 """
 
+import copy
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,7 @@ from transformers import DynamicCache
 from dodo.architecture import FeatureLayers, backbone, device_of, layer_windows
 from dodo.attention import attention_masks, cache_argument, check_gradient_backend, retain, turn
 from dodo.compressor import Compressor
-from dodo.errors import InputError, WindowError
+from dodo.errors import InputError, UnsupportedModelError, WindowError
 from dodo.thresholds import Pace
 
 __all__ = ["Autoregressive", "FeatureStream", "held_bytes"]
@@ -45,6 +46,7 @@ class Autoregressive:
 
     Raises:
         InputError: a setting is out of range.
+        UnsupportedModelError: the attention backend takes no mask of its own.
     """
 
     compressor: Compressor
@@ -73,6 +75,9 @@ class Autoregressive:
             raise InputError(
                 f"max_states must be a whole number of at least {least:,} (window, segment, one nugget), not {self.max_states!r}"
             )
+        backend = self.compressor.base.config._attn_implementation
+        if backend not in ("sdpa", "eager"):
+            raise UnsupportedModelError(f"attention backend {backend!r} takes no mask of what was kept; use 'sdpa' or 'eager'")
         object.__setattr__(self, "feature_window", min(self.feature_window, half))
 
     @property
@@ -121,11 +126,13 @@ class Autoregressive:
         with self.compressor.adapters.use(None):
             return scorer(features(input_ids, attention_mask=masks, position_ids=positions))
 
-    def threshold_at(self, tokens: int, kept: int) -> float:
-        """Lambda of the segment that begins behind so many tokens of a text, so many of which were kept for their score."""
-        if isinstance(self.threshold, Pace):
-            return self.threshold.at(max(0, tokens - self.keep_first), kept)
-        return self.threshold
+    def threshold_at(self, owed: float) -> float:
+        """Lambda of a segment before which so many nuggets are owed; see `owed_behind`."""
+        return self.threshold.at(owed) if isinstance(self.threshold, Pace) else self.threshold
+
+    def owed_behind(self, owed: float, *, tokens: int, kept: int) -> float:
+        """Nuggets owed behind a segment, see `Pace.settle`; nothing where the threshold does not follow the text."""
+        return self.threshold.settle(owed, tokens=tokens, kept=kept) if isinstance(self.threshold, Pace) else 0.0
 
     def keep(self, scores: Tensor, real: Tensor | None = None, *, origin: int = 0) -> Tensor:
         """Which tokens are kept for their score, alpha of Eq. 8.
@@ -150,9 +157,11 @@ class Autoregressive:
     def _keep_one(self, scores_T: Tensor, origin: int) -> Tensor:
         kept = torch.zeros_like(scores_T, dtype=torch.bool)
         starts = range(origin % self.segment, len(scores_T), self.segment)
+        owed = 0.0
         for start, end in itertools.pairwise(sorted({0, *starts, len(scores_T)})):
-            threshold = self.threshold_at(start, int(kept[self.keep_first : start].sum()))
-            kept[start:end] = scores_T[start:end] > threshold
+            kept[start:end] = scores_T[start:end] > self.threshold_at(owed)
+            compete = max(start, int(self.keep_first))
+            owed = self.owed_behind(owed, tokens=end - compete, kept=int(kept[compete:end].sum()))
         return kept
 
     @torch.no_grad()
@@ -259,6 +268,13 @@ class FeatureStream:
         self._layers = FeatureLayers(lm.compressor.base, lm.compressor.config.feature_layer)
         self._cache = DynamicCache()
         self._next_position = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FeatureStream":
+        """A copy of what is held; the model is the same."""
+        memo |= {id(self._lm): self._lm, id(self._layers): self._layers}
+        copied = copy.copy(self)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     @property
     def states(self) -> int:

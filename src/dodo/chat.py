@@ -16,8 +16,8 @@ from transformers import StoppingCriteria
 
 from dodo.autoregressive import Autoregressive
 from dodo.model import Dodo
-from dodo.prompts import end_of_turn, first_turn, next_turn
-from dodo.streaming import StreamingCache
+from dodo.prompts import MESSAGE, check_whole, end_of_turn, first_turn, next_turn, turn_ids
+from dodo.streaming import StreamingCache, settings_of
 
 __all__ = ["Chat"]
 
@@ -39,7 +39,8 @@ class Chat:
     """
 
     def __init__(self, dodo: Dodo, lm: Autoregressive | None = None, *, system: str | None = None) -> None:
-        first_turn(dodo.tokenizer, "?", system=system)
+        check_whole(system or "", "the system message")
+        first_turn(dodo.tokenizer, MESSAGE, system=system)
         self.cache = StreamingCache(lm or dodo.autoregressive())
         self.complete = True
         self._dodo = dodo
@@ -52,13 +53,14 @@ class Chat:
         """Answer a message, piece by piece as the text comes. Closing the iterator ends the reply; the next turn follows it.
 
         Args:
-            message: the user's.
+            message: the user's; names of special tokens in it are text.
             max_new_tokens: at most so many tokens.
             generation: see `Dodo.write`.
 
         Raises:
-            InputError: see `Dodo.write`.
+            InputError: see `Dodo.write`; or the message has half a character in it. It is then not part of the conversation.
         """
+        settings_of(self.cache.lm, max_new_tokens, 0, generation)
         ids, before = self._turn(message), self.cache.tokens
         last = _Last()
         settings = {"eos_token_id": sorted(self._ends)} if self._ends else {}
@@ -76,10 +78,9 @@ class Chat:
     def _turn(self, message: str) -> list[int]:
         """Token ids of all that is to be read before the reply."""
         tokenizer = self._dodo.tokenizer
-        if self.cache.tokens == 0:
-            return self._dodo.document_ids(first_turn(tokenizer, message, system=self._system), literal=False)
-        ids: list[int] = tokenizer(next_turn(tokenizer, message), add_special_tokens=False, verbose=False)["input_ids"]
-        return self._unread + ids
+        if self.cache.tokens or self._unread:
+            return self._unread + turn_ids(tokenizer, next_turn(tokenizer, MESSAGE), message)
+        return self._dodo.with_bos(turn_ids(tokenizer, first_turn(tokenizer, MESSAGE, system=self._system), message))
 
 
 class _Last(StoppingCriteria):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, TextIteratorStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from dodo import adapter_files, fingerprint, hub, streaming
 from dodo.architecture import device_of, key_shape
@@ -32,7 +32,8 @@ from dodo.config import CONFIG_FILE, DodoConfig, Use
 from dodo.errors import DodoWarning, FingerprintMismatch, InputError
 from dodo.generation import generate_ids, pad_rows
 from dodo.nuggets import Fingerprint, Nuggets
-from dodo.prompts import question_prompt
+from dodo.pieces import Pieces
+from dodo.prompts import check_whole, question_prompt
 from dodo.streaming import StreamingCache
 from dodo.thresholds import Pace, Thresholds
 
@@ -195,10 +196,14 @@ class Dodo:
         """
         if not isinstance(text, str):
             raise InputError(f"a text must be a string, not {type(text).__name__}")
-        _check_whole(text, "the text")
+        check_whole(text, "the text")
         if not text:
             raise InputError("the text is empty: there is nothing to compress")
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=literal, verbose=False)["input_ids"]
+        return self.with_bos(ids)
+
+    def with_bos(self, ids: list[int]) -> list[int]:
+        """Token ids of a text's beginning, the BOS token in front if the tokenizer or `keep_first` wants it."""
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:1] != [bos] and begins_with_bos(self.tokenizer, self.config):
             ids = [bos, *ids]
@@ -323,10 +328,13 @@ class Dodo:
             generate: takes an event that is set when nobody reads any more, and settings for transformers' `generate`.
             generation: more of those.
             skip_prompt: the first tokens that come are not new.
+
+        Raises:
+            InputError: the calling thread has the base changed for itself, for which the generation would wait forever.
         """
-        streamer = TextIteratorStreamer(
-            self.tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        if self.compressor.adapters.lock.mine:
+            raise InputError("text can't be streamed within `adapters.use` or `streaming`: leave that context first")
+        streamer = Pieces(self.tokenizer, skip_prompt=skip_prompt)
         failure: list[BaseException] = []
         hung_up = _HungUp()
         criteria = [*generation.get("stopping_criteria", ()), hung_up]
@@ -337,7 +345,7 @@ class Dodo:
             except BaseException as error:  # handed to the reader below
                 failure.append(error)
             finally:
-                streamer.text_queue.put(streamer.stop_signal)
+                streamer.stop()
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
@@ -361,7 +369,7 @@ class Dodo:
         )
 
     def _prompt_ids(self, prompt: str) -> list[int]:
-        _check_whole(prompt, "the prompt")
+        check_whole(prompt, "the prompt")
         ids: list[int] = self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
@@ -409,6 +417,8 @@ class Dodo:
         """
         if ratio is not None and threshold is not None:
             raise InputError("give either a ratio or a threshold, and not both")
+        if threshold is None:
+            self._warn_of_ratio(ratio, None)
         known, ratio = self.thresholds, self.config.ratio if ratio is None else ratio
         if threshold is None and ratio == 1:
             threshold = -math.inf
@@ -465,10 +475,13 @@ class Dodo:
             generation: see `write`.
 
         Raises:
-            InputError: see `write`.
+            InputError: see `write`; or the cache is of another model.
         """
         if cache is None:
             cache = StreamingCache(lm or self.autoregressive())
+        elif lm is not None:
+            cache.check(lm)
+        streaming.settings_of(cache.lm, max_new_tokens, self._pad_id, generation)  # what is refused is so before anything is read
         *segments, last = streaming.segments(cache, self.document_ids(text) if isinstance(text, str) else text)
         total = sum(map(len, segments)) + len(last)
 
@@ -573,12 +586,3 @@ class _HungUp(StoppingCriteria):
 def begins_with_bos(tokenizer: PreTrainedTokenizerBase, config: DodoConfig) -> bool:
     """Whether a document has the BOS token in front: the first token is kept, or the tokenizer puts one there."""
     return config.keep_first or bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])
-
-
-def _check_whole(text: str, what: str) -> None:
-    """Refuse lone surrogates, which JSON can bring in and no tokenizer takes."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        where = f"U+{ord(text[error.start]):04X} at {error.start:,}"
-        raise InputError(f"{what} has half a character in it ({where}): put another in its place") from None

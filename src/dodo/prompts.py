@@ -8,7 +8,19 @@ from transformers import PreTrainedTokenizerBase
 
 from dodo.errors import InputError
 
-__all__ = ["QUESTION", "SHORTEN", "SUMMARY", "chat_turn", "end_of_turn", "first_turn", "next_turn", "question_prompt"]
+__all__ = [
+    "MESSAGE",
+    "QUESTION",
+    "SHORTEN",
+    "SUMMARY",
+    "chat_turn",
+    "check_whole",
+    "end_of_turn",
+    "first_turn",
+    "next_turn",
+    "question_prompt",
+    "turn_ids",
+]
 
 QUESTION = "Based on the provided document, answer the following question: {question}"
 """Appendix D.2, the part after the document."""
@@ -34,6 +46,9 @@ def chat_turn(tokenizer: PreTrainedTokenizerBase, request: str) -> str:
 
 
 # -- conversations, a turn at a time
+
+MESSAGE = "\ue000message\ue000"
+"""Stands for a user's message where a chat template is asked what it puts around one."""
 
 _REPLY = "\ue000reply\ue000"
 """Stands for a reply where a chat template is asked what it puts around one."""
@@ -61,6 +76,42 @@ def next_turn(tokenizer: PreTrainedTokenizerBase, message: str) -> str:
         InputError: there is no chat template, or it does not show replies as they are.
     """
     return _behind_reply(tokenizer, [{"role": "user", "content": message}])
+
+
+def turn_ids(tokenizer: PreTrainedTokenizerBase, turn: str, message: str) -> list[int]:
+    """Token ids of a turn with a message in it, in which names of special tokens are text.
+
+    Args:
+        turn: of `first_turn` or `next_turn`, with `MESSAGE` in the message's place.
+        message: tokenised by itself if such a name is in it, else in one piece with the turn, as bases have learnt it.
+
+    Raises:
+        InputError: the template does not show messages as they are, or the message has half a character in it.
+    """
+
+    def ids(text: str, *, literal: bool = False) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, split_special_tokens=literal, verbose=False)["input_ids"])
+
+    check_whole(message, "the message")
+    before, found, behind = turn.partition(MESSAGE)
+    if not found:
+        raise InputError("the base's chat template does not show messages as they are, so none can be put into it")
+    if ids(message) == (plain := ids(message, literal=True)):
+        return ids(before + message + behind)
+    return ids(before) + plain + ids(behind)
+
+
+def check_whole(text: str, what: str) -> None:
+    """Refuse lone surrogates, which JSON can bring in and no tokenizer takes.
+
+    Raises:
+        InputError: names the place.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        where = f"U+{ord(text[error.start]):04X} at {error.start:,}"
+        raise InputError(f"{what} has half a character in it ({where}): put another in its place") from None
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -7,6 +7,7 @@ full the oldest nuggets go too. Positions stay within the base's window (docs/de
 Shapes: T tokens of the one text that a stream holds, S states, V vocabulary, H key/value heads, D head width.
 """
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, GenerationConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dodo.adapters import PHI, THETA
@@ -25,7 +26,16 @@ from dodo.autoregressive import Autoregressive, FeatureStream, held_bytes
 from dodo.errors import InputError
 from dodo.generation import generation_settings, until_end
 
-__all__ = ["StreamingCache", "feed", "generate_ids", "segments", "streaming"]
+__all__ = ["StreamingCache", "feed", "generate_ids", "segments", "settings_of", "streaming"]
+
+_ONLY: dict[str, Any] = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "guidance_scale": 1,
+    "use_cache": True,
+    "return_dict_in_generate": False,
+}
+"""Settings of `generate` that a stream can take one value of."""
 
 
 class StreamingCache(Cache):
@@ -44,7 +54,9 @@ class StreamingCache(Cache):
         positions: int64 [S], of the keys held, ascending.
         kept: bool [S], which of them stay when they leave the window.
         chosen: tokens of the text so far that were kept for their score, held or dropped.
+        owed: nuggets owed before the current segment, if the threshold follows the text.
         threshold: Lambda of the current segment.
+        broken: whether a piece of the text failed half way, so that it holds no one knows what; it is then read no further.
     """
 
     def __init__(self, lm: Autoregressive) -> None:
@@ -58,7 +70,17 @@ class StreamingCache(Cache):
         self.positions = torch.empty(0, dtype=torch.long, device=device)
         self.kept = torch.empty(0, dtype=torch.bool, device=device)
         self.chosen = 0
-        self.threshold = lm.threshold_at(0, 0)
+        self.owed = 0.0
+        self.threshold = lm.threshold_at(self.owed)
+        self._chosen_before = 0  # the current segment
+        self.broken = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StreamingCache":
+        """A copy of what is remembered; the model is the same."""
+        memo[id(self.lm)] = self.lm
+        copied = copy.copy(self)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def __bool__(self) -> bool:
         return False  # Phi-3's generation throws a true cache away when the text passes its original window
@@ -72,9 +94,22 @@ class StreamingCache(Cache):
         """Memory of all keys and values held, the scorer's own among them."""
         return held_bytes(self.states) + self.features.nbytes
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refused: what was dropped can't come back."""
-        raise InputError("a stream can't be taken back: no assisted decoding or other methods that try tokens out")
+    def update(self, *_: Any, **__: Any) -> Any:
+        """Refused: the base by itself would read on without dropping anything."""
+        raise InputError("a stream is read by `feed`, or by the base within `streaming(lm)`, not by the base alone")
+
+    def crop(self, *_: Any, **__: Any) -> Any:
+        """Refused: what was dropped can't come back, and there is one text."""
+        raise InputError("a stream holds one text and can't be taken back: no beams or other methods that try tokens out")
+
+    reset = reorder_cache = batch_repeat_interleave = batch_select_indices = crop
+
+    def check(self, lm: Autoregressive) -> None:
+        """Raise InputError unless it is of this model, with the same settings."""
+        if vars(self.lm) != vars(lm):
+            raise InputError(
+                "the cache is of another language model, or of other settings, than the one that is to go on with it"
+            )
 
     def note(self, kept: Tensor) -> None:
         """Count tokens whose keys and values are in: bool [T], which of them are kept."""
@@ -86,7 +121,9 @@ class StreamingCache(Cache):
     def begin_segment(self) -> None:
         """Drop what is not to be seen from the next token on; when its segment would not fit the window, turn back all keys."""
         lm, here = self.lm, self.next_position
-        self.threshold = lm.threshold_at(self.tokens, self.chosen)
+        competed = lm.segment - int(lm.keep_first and self.tokens == lm.segment)
+        self.owed = lm.owed_behind(self.owed, tokens=competed, kept=self.chosen - self._chosen_before)
+        self.threshold, self._chosen_before = lm.threshold_at(self.owed), self.chosen
         base_window = lm.compressor.window
         recent = self.positions >= here - lm.window
         first = torch.zeros_like(self.kept)
@@ -130,7 +167,7 @@ def feed(cache: StreamingCache, input_ids: Tensor, *, logits_to_keep: int = 0) -
         [1, T, V], in the base's dtype; no gradients.
 
     Raises:
-        InputError: not one text, or no tokens.
+        InputError: not one text, no tokens, or an earlier piece failed half way.
     """
     return _feed(cache, input_ids, logits_to_keep, cache.lm.compressor.base.forward)
 
@@ -144,14 +181,21 @@ def _feed(cache: StreamingCache, input_ids: Tensor, logits_to_keep: int, forward
     if input_ids.shape[1] == 0:
         raise InputError("there are no tokens to read")
     logits = []
-    while input_ids.shape[1]:
-        if cache.tokens and cache.tokens % cache.lm.segment == 0:
-            cache.begin_segment()
-        rest = cache.lm.segment - cache.tokens % cache.lm.segment
-        logits.append(_read(cache, input_ids[:, :rest], logits_to_keep, forward))
-        if logits_to_keep == 1:
-            logits = logits[-1:]
-        input_ids = input_ids[:, rest:]
+    with cache.lm.compressor.adapters.lock:
+        if cache.broken:
+            raise InputError(
+                "an earlier piece of this stream's text failed half way, so it can't go on: begin a new StreamingCache"
+            )
+        cache.broken = True
+        while input_ids.shape[1]:
+            if cache.tokens and cache.tokens % cache.lm.segment == 0:
+                cache.begin_segment()
+            rest = cache.lm.segment - cache.tokens % cache.lm.segment
+            logits.append(_read(cache, input_ids[:, :rest], logits_to_keep, forward))
+            if logits_to_keep == 1:
+                logits = logits[-1:]
+            input_ids = input_ids[:, rest:]
+        cache.broken = False
     return torch.cat(logits, dim=1)[:, -logits_to_keep:]
 
 
@@ -193,35 +237,42 @@ def _adapters_of(lm: Autoregressive, kept: Tensor) -> AbstractContextManager[Non
 def streaming(lm: Autoregressive) -> Iterator[None]:
     """Within it, the base's forward passes over a `StreamingCache` go through `feed`: `base.generate` streams.
 
-    Positions and masks that come with the tokens are ignored, the stream has its own; passes over other caches are as ever.
+    Positions and masks that come with the tokens are ignored, the stream has its own; passes over other caches are as ever. Other
+    threads wait with theirs.
     """
-    base: Any = lm.compressor.base
-    name = cache_argument(base)
-    plain = base.forward
-    replaced = vars(base).get("forward")
+    with lm.compressor.adapters.lock:
+        base: Any = lm.compressor.base
+        plain, replaced = base.forward, vars(base).get("forward")
+        base.forward = _streamed(lm, plain)
+        try:
+            yield
+        finally:
+            if replaced is None:
+                del base.forward
+            else:
+                base.forward = replaced
+
+
+def _streamed(lm: Autoregressive, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The base's forward, which passes over a `StreamingCache` by way of `feed`."""
+    name = cache_argument(lm.compressor.base)
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get(name)
         if not isinstance(cache, StreamingCache):
             return plain(*args, **kwargs)
+        cache.check(lm)
         input_ids, mask = kwargs.get("input_ids", args[0] if args else None), kwargs.get("attention_mask")
         if input_ids is None:
             raise InputError("a stream reads token ids, not embeddings")
-        if mask is not None and not bool(mask.all()):
+        if mask is not None and not bool(mask[:, -input_ids.shape[-1] :].all()):
             raise InputError("a stream holds one text, without padding")
         logits = _feed(cache, input_ids, int(kwargs.get("logits_to_keep") or 0), plain)
         output: Any = CausalLMOutputWithPast
         return output(logits=logits, **{name: cache})
 
-    base.forward = forward
-    try:
-        yield
-    finally:
-        if replaced is None:
-            del base.forward
-        else:
-            base.forward = replaced
+    return forward
 
 
 def generate_ids(
@@ -241,27 +292,40 @@ def generate_ids(
         max_new_tokens: at most so many tokens, at least 1.
         cache: of a text that the prompt follows; it takes prompt and new tokens in, but for the last one. None: a new text.
         pad_token_id: where the base's generation config has none.
-        generation: anything `transformers.GenerationMixin.generate` takes, but for beams and several return sequences.
+        generation: anything `transformers.GenerationMixin.generate` takes, but for beams, several return sequences, guidance, a
+            call without cache, and results other than token ids.
 
     Returns:
         New tokens, up to the end token.
 
     Raises:
-        InputError: an empty prompt, a bad number, beams or several return sequences.
+        InputError: an empty prompt, a bad number, one of those settings, or a cache of another model.
     """
     base: Any = lm.compressor.base
     if not prompt:
         raise InputError("the prompt is empty")
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-    settings, rest = generation_settings(base, max_new_tokens, pad_token_id, generation)
-    for name in ("num_beams", "num_return_sequences"):
-        if (getattr(settings, name) or 1) > 1:
-            raise InputError(f"{name} must be 1: a stream holds one text")
+    settings, rest = settings_of(lm, max_new_tokens, pad_token_id, generation)
     cache = StreamingCache(lm) if cache is None else cache
     input_ids = torch.tensor([prompt], device=device_of(base))
-    mask = torch.ones(1, cache.tokens + len(prompt), dtype=torch.long, device=input_ids.device)
+    longer = int(cache.tokens > 0)  # than the prompt, by which `generate` knows that all of it is new; how much is nothing to it
+    mask = torch.ones(1, len(prompt) + longer, dtype=torch.long, device=input_ids.device)
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask, cache_argument(base): cache}
     with torch.no_grad(), streaming(lm):
         made: Tensor = base.generate(**inputs, generation_config=settings, **rest)
     return until_end(made[0, len(prompt) :].tolist(), settings.eos_token_id)
+
+
+def settings_of(
+    lm: Autoregressive, max_new_tokens: int, pad_token_id: int, generation: dict[str, Any]
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    """What `generate_ids` makes of its settings; see `generation_settings`.
+
+    Raises:
+        InputError: a stream can't do what is asked.
+    """
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    for name, only in _ONLY.items():
+        if generation.get(name) not in (None, only):
+            raise InputError(f"{name} must be {only}, not {generation[name]!r}: a stream holds one text, and gives its tokens")
+    return generation_settings(lm.compressor.base, max_new_tokens, pad_token_id, generation | _ONLY)

@@ -62,6 +62,8 @@ class Thresholds:
     def estimate(cls, scores: Tensor, *, feature_window: int, ratios: Sequence[float] = RATIOS) -> "Thresholds":
         """Lambda of each ratio r: halfway between the n / r-th highest score and the next.
 
+        Where these are equal, all of their equals are kept or none, whichever gives the ratio nearer to r (by their quotient).
+
         Args:
             scores: floating [n], of the tokens that compete in sampled texts.
             feature_window: what they were computed with.
@@ -79,7 +81,14 @@ class Thresholds:
         values = []
         for ratio in sorted(ratios):
             k = min(round(n / ratio), n - 1)
-            values.append((ordered[k - 1] + ordered[k]) / 2)
+            if ordered[k - 1] == ordered[k]:
+                above, equal = ordered.index(ordered[k]), ordered.count(ordered[k])
+                if above * (above + equal) >= k * k:  # n / above is nearer
+                    values.append(ordered[k])
+                    continue
+                k = above + equal
+            below = ordered[k] if k < n else ordered[k - 1] - 1
+            values.append((ordered[k - 1] + below) / 2)
         return cls(ratios=tuple(sorted(ratios)), values=tuple(values), tokens=n, feature_window=feature_window)
 
     def at(self, ratio: float) -> float:
@@ -147,7 +156,7 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Pace:
-    """A threshold that follows the text, so that of t tokens about t / r are kept, whatever the text.
+    """A threshold that follows the text, so that of t tokens about t / r are kept, of a text that scores higher or lower too.
 
     thresholds: which threshold gives which ratio, on average over texts.
     ratio: r.
@@ -162,23 +171,39 @@ class Pace:
     def __post_init__(self) -> None:
         self.thresholds.at(self.ratio)
 
-    def at(self, tokens: int, kept: int) -> float:
-        """Lambda for the next segment: that of the ratio r' which would make up in `REACH` tokens for what is missing of t / r.
+    def at(self, owed: float) -> float:
+        """Lambda for the next segment: that of the ratio r' which would make up in `REACH` tokens for what is owed.
 
-        1 / r' = 1 / r + (t / r - kept) / REACH, within the table's range.
+        1 / r' = 1 / r + owed / REACH, within the table's range.
 
         Args:
-            tokens: t, that have competed so far.
-            kept: how many of them were kept.
+            owed: nuggets that are missing of t / r, below 0 those too many; see `settle`.
 
         >>> table = Thresholds(ratios=(2, 8), values=(0, 4), tokens=100, feature_window=512)
         >>> pace = Pace(table, ratio=4)
-        >>> pace.at(0, 0), pace.at(128, 32), pace.at(128, 0), pace.at(128, 48)
-        (2.0, 2.0, 0.0, 4.0)
+        >>> pace.at(0), pace.at(32), pace.at(-16)
+        (2.0, 0.0, 4.0)
         """
         low, high = self.thresholds.ratios[0], self.thresholds.ratios[-1]
-        share = 1 / self.ratio + (tokens / self.ratio - kept) / REACH
+        share = 1 / self.ratio + owed / REACH
         return self.thresholds.at(min(max(1 / max(share, 1 / high), low), high))
+
+    def settle(self, owed: float, *, tokens: int, kept: int) -> float:
+        """What is owed behind a segment, within bounds, so that no passage weighs on all that follows.
+
+        The bounds are -1 and 2 times the nuggets of `REACH` tokens: r' is r / 3 at least, and has no upper bound but the table's.
+
+        Args:
+            owed: before it.
+            tokens: that competed in it.
+            kept: how many of them were kept.
+
+        >>> pace = Pace(Thresholds(ratios=(2, 8), values=(0, 4), tokens=100, feature_window=512), ratio=4)
+        >>> pace.settle(1.0, tokens=64, kept=10), pace.settle(1.0, tokens=64, kept=64), pace.settle(60.0, tokens=64, kept=0)
+        (7.0, -32.0, 64.0)
+        """
+        worth = REACH / self.ratio
+        return min(max(owed + tokens / self.ratio - kept, -worth), 2 * worth)
 
 
 def realised_ratio(scores: Tensor, threshold: float) -> float:

@@ -52,8 +52,8 @@ def command(
     """Talk: a line in, an answer out, without end. Of what left the window only tokens that score above a threshold are held.
 
     An answer is printed as it comes: 256 tokens at most unless --max-new-tokens says otherwise. Ctrl-C ends an answer; Ctrl-D
-    or /quit ends the conversation; /stats says what is held. Standard input may be a file, one line a turn. With --json, one
-    line of JSON a turn.
+    or /quit ends the conversation; /stats says what is held; a message that begins with a slash is given with two. Standard
+    input may be a file, one line a turn. With --json, one line of JSON a turn.
     """
     check_threshold(ratio, threshold)
     sampling = Sampling(temperature, top_p, seed)
@@ -74,10 +74,10 @@ def command(
             break
         if message == "/stats":
             note(held_line(chat.cache))
-        elif message.startswith("/"):
-            note(f"there is no command {message.split()[0]}; commands are /stats and /quit")
+        elif message.startswith("/") and not message.startswith("//"):
+            note(f"there is no command {message.split()[0]}; commands are /stats and /quit; // begins a message with one slash")
         elif message:
-            _turn(chat, message, most, settings, as_json=as_json)
+            _turn(chat, message.removeprefix("/"), most, settings, as_json=as_json)
 
 
 def _turn(chat: "Chat", message: str, most: int, settings: dict[str, Any], *, as_json: bool) -> None:

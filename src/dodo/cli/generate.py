@@ -1,5 +1,6 @@
 """`dodo generate`: a text goes on, in bounded memory."""
 
+import itertools
 import time
 from contextlib import closing
 
@@ -79,23 +80,25 @@ def command(
         stream = dodo.stream_text(
             ids, cache=cache, max_new_tokens=max_new_tokens or 128, progress=progress, **sampling.settings()
         )
-        pieces = [next(stream, "")]
+        first = next(stream, "")
     read = time.perf_counter() - began
+    pieces: list[str] = []  # kept for JSON only
+    said = False
     with closing(stream):  # a reader that hangs up, or Ctrl-C, ends the generation too
-        if not as_json:
-            click.echo(pieces[0], nl=False)
-        for piece in filter(None, stream):
-            pieces.append(piece)
-            if not as_json:
+        for piece in filter(None, itertools.chain([first], stream)):
+            said = said or not piece.isspace()
+            if as_json:
+                pieces.append(piece)
+            else:
                 click.echo(piece, nl=False)
     written = time.perf_counter() - began - read
-    new, made = cache.tokens + 1 - len(ids), "".join(pieces)
+    new = cache.tokens + 1 - len(ids)
     speed = {"read": len(ids) / read, "written": (new - 1) / written}
     if as_json:
         echo_json(
             {
                 "input": "--prompt" if file is None else file,
-                "text": made,
+                "text": "".join(pieces),
                 "model": model,
                 "adapters": adapters_state(dodo),
                 "threshold": cache.threshold if abs(cache.threshold) != float("inf") else str(cache.threshold),
@@ -109,7 +112,7 @@ def command(
         )
         return
     click.echo()
-    if not made.strip():
+    if not said:
         note("the model ended at once and said nothing")
     if stats:
         note(f"{held_line(cache)}; read {speed['read']:.1f} tokens/s, wrote {speed['written']:.1f}")
