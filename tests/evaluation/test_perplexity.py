@@ -279,3 +279,15 @@ def test_without_a_kept_first_token_states_are_s_exactly(dodo: Dodo, texts: Path
             assert found["8 states"]["states each"] == STATES
     finally:
         dodo.compressor.config = config
+
+
+def test_words_that_segments_cut_count_by_their_scored_share(dodo: Dodo, texts: Path) -> None:
+    """So that the segments' words add up to those of the texts; if cut ones were left out, long words would be missing."""
+    task = Perplexity(dodo, states=[STATES], segment=SEGMENT, ratio=RATIO)
+    items = task.items([str(texts)], None, 0)
+    made = dict(zip([item.key for item in items], task.run(Made(), items), strict=True))
+    whole, *parts = (task.measure(some, made)["8 states"] for some in (items, *([item] for item in items)))
+    assert sum(part["words, all"] for part in parts) == pytest.approx(whole["words, all"])
+    assert any(part["words, all"] % 1 for part in parts)
+    nats = [math.log(part["word perplexity, all"]) * part["words, all"] for part in parts if part["words, all"]]
+    assert sum(nats) == pytest.approx(math.log(whole["word perplexity, all"]) * whole["words, all"])

@@ -10,7 +10,8 @@ Each token of a text is scored once (the first only if a BOS token stands before
 hold: segments with less than (r + 1) S / 2 tokens before them (r (S - tau) + tau, where that is more) count in the numbers marked
 "all" and not in the others, whatever the method.
 
-Words are what white space separates; their subwords' nats are added up, those of the white space before a word among them.
+Words are what white space separates; their subwords' nats are added up, those of the white space before a word among them. Of a
+word at the edge of what is scored, the tokens within count as that share of a word: leaving it out would leave out long words.
 """
 
 import itertools
@@ -228,10 +229,9 @@ def _subwords(text: _Text, nats: np.ndarray) -> tuple[float, int]:
     return float(nats[scored].sum()), int(scored.sum())
 
 
-def _words(text: _Text, nats: np.ndarray) -> tuple[float, int]:
-    """Sum and count of words all of whose tokens are scored; those out of the vocabulary are left out."""
+def _words(text: _Text, nats: np.ndarray) -> tuple[float, float]:
+    """Sum and count of words, one of which some tokens are scored by their share; those out of the vocabulary are left out."""
     inside = text.words >= 0
-    sums = np.bincount(text.words[inside], weights=nats[inside], minlength=len(text.counted))  # NaN where a token is not scored
-    has = np.bincount(text.words[inside], minlength=len(text.counted)) > 0
-    scored = text.counted & has & ~np.isnan(sums)
-    return float(sums[scored].sum()), int(scored.sum())
+    scored = inside & ~np.isnan(nats) & np.append(text.counted, True)[text.words]
+    tokens, found = (np.bincount(text.words[some], minlength=len(text.counted)) for some in (inside, scored))
+    return float(nats[scored].sum()), float((found / tokens.clip(1)).sum())

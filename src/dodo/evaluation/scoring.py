@@ -76,12 +76,12 @@ def _rouge_scorer() -> Any:
     return RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
 
 
-def perplexity(nats: Sequence[float], counts: Sequence[int]) -> tuple[float | None, float | None]:
+def perplexity(nats: Sequence[float], counts: Sequence[float]) -> tuple[float | None, float | None]:
     """exp of the mean nats over all texts, and its standard error by a jackknife over texts (None of nothing, and for one text).
 
     Args:
         nats: of each text, summed over what is counted.
-        counts: subwords or words of each text; texts of none are left out.
+        counts: subwords or words of each text, or parts of them; texts of none are left out.
 
     >>> perplexity([0.0, 0.0], [3, 1])
     (1.0, 0.0)
@@ -90,7 +90,7 @@ def perplexity(nats: Sequence[float], counts: Sequence[int]) -> tuple[float | No
     if not pairs:
         return None, None
 
-    def score(pairs: Sequence[tuple[float, int]]) -> float:
+    def score(pairs: Sequence[tuple[float, float]]) -> float:
         return math.exp(sum(n for n, _ in pairs) / sum(count for _, count in pairs))
 
     return score(pairs), _jackknife(score, pairs, len(pairs))
