@@ -463,8 +463,8 @@ def test_a_ratio_far_from_what_was_trained_is_used_with_a_warning() -> None:
     dodo.estimate_thresholds(TEXTS)
     with pytest.warns(DodoWarning, match=r"ratio 30 is outside the range .* \(2 to 6\)"):
         dodo.autoregressive(ratio=30)
-    dodo.autoregressive(ratio=5)
-    dodo.autoregressive(threshold=0.0)
+    for settings in ({"ratio": 5}, {"ratio": 1}, {"threshold": 0.0}):
+        dodo.autoregressive(**settings)
 
 
 def test_writing_goes_on_with_a_text() -> None:

@@ -417,14 +417,13 @@ class Dodo:
         """
         if ratio is not None and threshold is not None:
             raise InputError("give either a ratio or a threshold, and not both")
-        if threshold is None:
-            self._warn_of_ratio(ratio, None)
         known, ratio = self.thresholds, self.config.ratio if ratio is None else ratio
         if threshold is None and ratio == 1:
             threshold = -math.inf
         if threshold is None:
             if known is None:
                 raise InputError("these adapters have no thresholds yet; call estimate_thresholds(texts), or give a threshold")
+            self._warn_of_ratio(ratio, None)
             threshold = Pace(known, ratio)
         features = {} if known is None else {"feature_window": known.feature_window}
         return Autoregressive(
