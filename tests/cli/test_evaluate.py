@@ -166,10 +166,12 @@ def test_the_command_line_knows_all_tasks_and_methods():
     from dodo.evaluation.language_models import LANGUAGE_MODELS
     from dodo.evaluation.methods import METHODS
     from dodo.evaluation.peers import PEERS
+    from dodo.evaluation.run import WITHOUT_RATIO
     from dodo.evaluation.tasks import TASKS
 
     assert set(evaluate.TASKS) == {*TASKS, "highlight", "optimal-selection", "efficiency", "perplexity", "endless"}
     assert set(evaluate.TASKS["endless"]) == set(READERS)
+    assert evaluate.WITHOUT_RATIO == WITHOUT_RATIO
     assert sorted(evaluate.PEERS) == sorted(PEERS)
     assert set(evaluate.TASKS["squad"]) == {*METHODS, *PEERS}
     assert all(set(evaluate.TASKS[task]) <= {*METHODS, *PEERS} for task in TASKS)

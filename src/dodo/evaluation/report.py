@@ -1,6 +1,7 @@
 """The page of results: a table for each task out of the records, the paper's numbers beside them, and the figures.
 
-Paper: Tables 1, 3, 4 and 6, Figures 4, 5 and 7. No number of ours is typed; the paper's are, below, with the model they are of.
+Paper: Tables 1, 3, 4 and 6, Figures 4, 5 and 7. No measurement of ours is typed. The paper's numbers are, below, with the model
+that they are of.
 """
 
 import json

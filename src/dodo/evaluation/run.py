@@ -25,7 +25,10 @@ from dodo.evaluation.tasks import OF_LENGTHS, TASKS, Item, Task
 from dodo.model import Dodo
 from dodo.thresholds import Pace
 
-__all__ = ["evaluate"]
+__all__ = ["WITHOUT_RATIO", "evaluate"]
+
+WITHOUT_RATIO = ("full", "theta", "nodoc", "window")
+"""Methods that hold everything, or nothing."""
 
 
 def evaluate(
@@ -107,7 +110,7 @@ def evaluate(
         "base fingerprint": dodo.fingerprint.base,
         "adapters": "trained" if dodo.is_trained else "fresh",
         "adapter fingerprint": dodo.fingerprint.adapter,
-        "ratio": None if method in ("full", "nodoc", "theta", "window") else ratio,
+        "ratio": None if method in WITHOUT_RATIO else ratio,
         "selection": dodo.config.selection,
         "dtype": str(dodo.compressor.base.dtype).removeprefix("torch."),
         "data": [Path(source).name for source in resolve(sources)],

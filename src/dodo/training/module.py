@@ -183,6 +183,7 @@ class TrainingModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-        if odd := sorted(trained ^ set(checkpoint["state_dict"])):
+        weights = checkpoint.get("state_dict", trained)  # DeepSpeed keeps them elsewhere
+        if odd := sorted(trained ^ set(weights)):
             raise InputError(f"the checkpoint in {self.folder} is of another model: {odd[0]} is in one of them alone")
         self.tokens_seen = checkpoint["dodo"]["tokens_seen"]

@@ -176,9 +176,7 @@ def load_for_training(recipe: Recipe) -> Dodo:
 def _check_start(recipe: Recipe, dodo: Dodo) -> None:
     """Refuse adapters that were trained for another base, or to be used in another way."""
     folder = Path(str(recipe.start))
-    if not (folder / CONFIG_FILE).is_file():
-        raise InputError(f"start: {folder} has no {CONFIG_FILE}: it is no folder of adapters")
-    there = DodoConfig.from_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    there = DodoConfig.load(folder / CONFIG_FILE)
     if there.base_fingerprint not in (None, dodo.config.base_fingerprint):
         raise InputError(f"start: the adapters in {folder} were trained on another base ({there.base}), not on {recipe.base}")
     for name in ("feature_layer", "keep_first", "positions"):
