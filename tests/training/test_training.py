@@ -28,6 +28,7 @@ from dodo.training.recipe import Optimizer, load_recipe
 from dodo.training.run import load_for_training, train
 from tests.standins.models import save_base
 
+ROOT = Path(__file__).parents[2]
 WORDS = tuple("the dodo of Mauritius was a bird and nobody has seen one since the last sighting".split())  # noqa: SIM905
 
 
@@ -80,6 +81,48 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(recipe_file: Path, tmp_p
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], atol=0, rtol=0, msg=name)
+
+
+def test_a_killed_run_goes_on_to_the_same_losses(recipe_file: Path, tmp_path: Path) -> None:
+    settings = ["running.steps=24"]
+    train(load_recipe(recipe_file, settings), tmp_path / "whole", progress=False)
+    program = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from dodo.training.module import TrainingModule\n"
+        "from dodo.training.recipe import load_recipe\n"
+        "from dodo.training.run import train\n"
+        "step = TrainingModule.training_step\n"
+        "def killed(self, batch, index):\n"
+        "    if batch.number == 15:  # checkpoints are written every two steps, so one step is lost\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return step(self, batch, index)\n"
+        "TrainingModule.training_step = killed\n"
+        "train(load_recipe(Path(sys.argv[1]), sys.argv[3:]), Path(sys.argv[2]), progress=False)\n"
+    )
+    command = [sys.executable, "-c", program, str(recipe_file), str(tmp_path / "killed"), *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    assert train(load_recipe(recipe_file, settings), tmp_path / "killed", resume=True, progress=False).finished
+    for file in ("train.csv", "validation.csv"):
+        a, b = (
+            [row for row in (tmp_path / run / file).read_text().splitlines() if "second" not in row] for run in ("whole", "killed")
+        )
+        assert len(a) > 1
+        assert a == b
+    one, two = _trained(tmp_path / "whole"), _trained(tmp_path / "killed")
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=0, rtol=0, msg=name)
+
+
+@pytest.mark.slow
+def test_the_smoke_recipe_halves_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # its data lie beside it
+    done = train(load_recipe(Path("recipes/smoke.yaml")), tmp_path / "smoke", progress=False)
+    rows = [row.split(",") for row in (tmp_path / "smoke" / "train.csv").read_text().splitlines()[1:]]
+    losses = [float(value) for _, name, value in rows if name == "loss/autoencoding"]
+    assert done.finished
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_training_lowers_the_loss(recipe_file: Path, tmp_path: Path) -> None:

@@ -52,6 +52,12 @@ class TrainingLog(_EachStep):
         self._path, self._every = folder / "train.csv", every
         self._sums: dict[str, list[float]] = defaultdict(list)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": dict(self._sums)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums = defaultdict(list, state["sums"])
+
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         super().on_train_start(trainer, module)
         self._start, self._tokens = time.perf_counter(), module.tokens_seen
