@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -105,9 +106,8 @@ def test_a_killed_run_goes_on_to_the_same_losses(recipe_file: Path, tmp_path: Pa
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     assert train(load_recipe(recipe_file, settings), tmp_path / "killed", resume=True, progress=False).finished
     for file in ("train.csv", "validation.csv"):
-        a, b = (
-            [row for row in (tmp_path / run / file).read_text().splitlines() if "second" not in row] for run in ("whole", "killed")
-        )
+        rows = [(tmp_path / run / file).read_text().splitlines() for run in ("whole", "killed")]
+        a, b = ([row for row in run if "second" not in row] for run in rows)
         assert len(a) > 1
         assert a == b
     one, two = _trained(tmp_path / "whole"), _trained(tmp_path / "killed")
@@ -310,6 +310,32 @@ def test_two_processes_equal_accumulation_in_one(recipe_file: Path, tmp_path: Pa
         torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3, msg=name)
     resumed = subprocess.run([*command, "--resume", "--set=running.steps=3"], capture_output=True, text=True, timeout=300)
     assert resumed.returncode == 0, resumed.stderr[-2000:]
+
+
+def test_two_machines_equal_accumulation_in_one_process(recipe_file: Path, tmp_path: Path) -> None:
+    settings = ["running.steps=2", "running.validate_every=2"]
+    whole = train(load_recipe(recipe_file, [*settings, "running.accumulate=2"]), tmp_path / "one", progress=False)
+    chosen = [f"--set={setting}" for setting in (*settings, "running.nodes=2", "running.strategy=ddp")]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "dodo", "train", str(recipe_file), "--out", str(tmp_path / "two"), "--json", *chosen],
+            env=os.environ | where | {"RANK": rank, "GROUP_RANK": rank, "TORCHELASTIC_RUN_ID": "as torchrun does"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    written = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], written[0][1][-2000:] + written[1][1][-2000:]
+    assert json.loads(written[0][0])["tokens"] == whole.tokens
+    a, b = _trained(tmp_path / "one"), _trained(tmp_path / "two")
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3, msg=name)
 
 
 @pytest.mark.slow

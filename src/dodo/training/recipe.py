@@ -191,6 +191,9 @@ class Running:
     fused: bool = True
     checkpoint_gradients: bool = False
     devices: int = 1
+    """Of each machine."""
+    nodes: int = 1
+    """Machines, on each of which the command is started by `torchrun` or SLURM, with one folder that all of them see."""
     strategy: Literal["auto", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2"] = "auto"
     """How several devices work together. All but fsdp hold the whole base on each of them; fsdp splits its layers (`fsdp.py`) and
     is DDP for what learns. DeepSpeed is an extra; it clips adapters and scorer by one norm, and its stage 3, which splits all
@@ -211,9 +214,8 @@ class Running:
     """Of the batches. A run that goes on from another's adapters takes another, or it sees the same texts and questions again."""
 
     def __post_init__(self) -> None:
-        _at_least(
-            "running", self, 1, "steps", "tokens", "accumulate", "devices", "validate_every", "validation_texts", "save_every"
-        )
+        _at_least("running", self, 1, "steps", "tokens", "accumulate", "devices", "nodes")
+        _at_least("running", self, 1, "validate_every", "validation_texts", "save_every")
         _at_least("running", self, 0, "reconstruct", "patience", "seed")
         if min(self.validation_lengths, default=0) < 1 or min(self.validation_ratios, default=0) < 1:
             raise InputError("running: validation_lengths and validation_ratios are lists of numbers of at least 1")
@@ -221,7 +223,7 @@ class Running:
     @property
     def batches_per_step(self) -> int:
         """Forward passes of all processes in one optimiser step."""
-        return self.accumulate * self.devices
+        return self.accumulate * self.devices * self.nodes
 
 
 @dataclass(frozen=True)

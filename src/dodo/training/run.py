@@ -29,7 +29,7 @@ from dodo.memory import MemoryTokens
 from dodo.model import Dodo
 from dodo.training.callbacks import Checkpoints, Deadline, Progress, TrainingLog, Validation
 from dodo.training.fused import fused_lora
-from dodo.training.in_place import recover
+from dodo.training.in_place import recover, write_whole
 from dodo.training.lessons import learn_asked, learn_cost, learn_embeddings, learn_surprisal
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import TrainingModule
@@ -111,6 +111,7 @@ def train(
             trainer = Trainer(
                 accelerator=running.accelerator,
                 devices=running.devices,
+                num_nodes=running.nodes,
                 strategy=_strategy(running.strategy),
                 max_steps=running.steps,
                 max_epochs=-1,
@@ -313,7 +314,8 @@ def _questions_alone(recipe: Recipe, questions: QuestionSource | None) -> list[B
 
 
 def _cannot(running: Running, error: Exception) -> InputError:
-    wanted = f"accelerator={running.accelerator}, devices={running.devices}, strategy={running.strategy}"
+    of = f" on each of {running.nodes} nodes" if running.nodes > 1 else ""
+    wanted = f"accelerator={running.accelerator}, devices={running.devices}{of}, strategy={running.strategy}"
     return InputError(f"this machine can't run {wanted}: {str(error).strip().splitlines()[0]}")
 
 
@@ -343,12 +345,12 @@ def _claim(folder: Path, recipe: Recipe, *, resume: bool) -> Path | None:
             differing = [name for name in differing if name != "running.steps"]  # such a run may be ended sooner or later
         if differing:
             raise InputError(f"the run in {folder} had another recipe; it differs in {', '.join(differing)}")
-        record.write_text(yaml.safe_dump(wanted, sort_keys=False), encoding="utf-8")
+        write_whole(record, yaml.safe_dump(wanted, sort_keys=False))
         return last
     if last.exists():
         raise InputError(f"{folder} holds a run already; pass --resume to go on with it, or name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    record.write_text(yaml.safe_dump(wanted, sort_keys=False), encoding="utf-8")
+    write_whole(record, yaml.safe_dump(wanted, sort_keys=False))
     return None
 
 

@@ -5,7 +5,6 @@ What was read is kept by its contents' hash in `data.json`: a run that goes on m
 
 import hashlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -17,6 +16,7 @@ from dodo.data.reading import resolve
 from dodo.data.shards import Shard, ShardKind, prepare, read_shard
 from dodo.errors import InputError
 from dodo.model import Dodo, begins_with_bos
+from dodo.training.in_place import write_whole
 from dodo.training.recipe import Recipe
 from dodo.training.validation import fixed_batches, question_batches
 
@@ -105,6 +105,4 @@ def _remember(path: Path, seen: dict[str, str], *, resume: bool) -> None:
     before = json.loads(path.read_text(encoding="utf-8")) if resume and path.is_file() else {}
     if changed := [source for source, digest in seen.items() if before.get(source, digest) != digest]:
         raise InputError(f"{changed[0]} is not what it was when the run began, so it can't go on with the batches that come next")
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # the processes of a run all write the same
-    part.write_text(json.dumps(seen, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, json.dumps(seen, indent=1) + "\n")
