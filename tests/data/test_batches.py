@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,6 +106,35 @@ def test_a_shard_comes_back_as_it_was_written_and_only_with_its_tokenizer(tmp_pa
     assert tokenizer.decode(read.documents[0].tolist()) == ROWS[0]["text"]
     with pytest.raises(InputError, match="not a tokenised shard"):
         read_shard(source)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc to look into")
+def test_a_shard_is_mapped_not_read(tmp_path):
+    source, out = tmp_path / "data.jsonl", tmp_path / "shard.safetensors"
+    source.write_text(json.dumps(ROWS[0]), encoding="utf-8")
+    shard = prepare([str(source)], out, byte_tokenizer())
+    assert str(out) in Path("/proc/self/maps").read_text()
+    assert shard.documents.flat.dtype == np.uint16
+
+
+@pytest.mark.parametrize(("tokens", "documents"), [(1, 1), (20, 1), (21, 2), (60, 3), (61, 4), (None, 10)])
+def test_so_many_tokens_are_taken_and_no_more_is_read(tmp_path, monkeypatch, tokens, documents):
+    read = []
+
+    def records(source):
+        for i in range(10_000 if tokens else 10):
+            read.append(i)
+            yield {"text": f"{i:020}", "context": f"{i:020}", "question": "Who?", "answers": ["I"]}
+
+    monkeypatch.setattr("dodo.data.shards.read_records", records)
+    tokenizer = byte_tokenizer()
+    assert len(tokenizer(f"{1:020}")["input_ids"]) == 20
+    shard = prepare(["hf:some/texts"], tmp_path / "t.safetensors", tokenizer, tokens=tokens)
+    assert (len(shard.documents), shard.tokens) == (documents, 20 * documents)
+    assert len(read) <= 256  # a batch of the tokenizer
+    questions = prepare(["hf:some/texts"], tmp_path / "q.safetensors", tokenizer, kind="question", tokens=tokens)
+    assert questions.prompts is not None
+    assert len(questions.documents) == len(questions.prompts) == documents
 
 
 def test_summaries_are_asked_for_in_the_papers_words(tmp_path):

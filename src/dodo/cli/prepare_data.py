@@ -20,7 +20,7 @@ Examples:
   dodo prepare-data 'corpus/*.jsonl.xz' -o text.safetensors
   dodo prepare-data squad.jsonl --kind questions -o questions.safetensors
   dodo prepare-data news.jsonl --kind summaries -o summaries.safetensors
-  dodo prepare-data hf:owner/dataset -o text.safetensors --any-licence
+  dodo prepare-data hf:owner/dataset -o text.safetensors --tokens 50000000 --any-licence
 """
 )
 @click.argument("sources", nargs=-1, required=True)
@@ -39,8 +39,18 @@ Examples:
 @click.option(
     "--minimum", type=click.IntRange(min=1), default=16, show_default=True, help="Leave out shorter documents, in tokens."
 )
+@click.option("--tokens", type=click.IntRange(min=1), help="Stop with the document that completes so many tokens. Default: all.")
 @json_option
-def command(sources: tuple[str, ...], out: Path, model: str, kind: str, any_licence: bool, minimum: int, as_json: bool) -> None:
+def command(
+    sources: tuple[str, ...],
+    out: Path,
+    model: str,
+    kind: str,
+    any_licence: bool,
+    minimum: int,
+    tokens: int | None,
+    as_json: bool,
+) -> None:
     """Read SOURCES (JSONL, JSONL.xz, text, parquet, 'hf:' ids), tokenise them, and write one shard."""
     if out.suffix != ".safetensors":
         raise click.UsageError(f"--out {out}: a shard's name must end in .safetensors")
@@ -49,7 +59,7 @@ def command(sources: tuple[str, ...], out: Path, model: str, kind: str, any_lice
 
     silence_libraries()
     tokenizer = load_base(model).tokenizer
-    shard = prepare(sources, out, tokenizer, kind=KINDS[kind], commercial_only=not any_licence, minimum=minimum)
+    shard = prepare(sources, out, tokenizer, kind=KINDS[kind], commercial_only=not any_licence, minimum=minimum, tokens=tokens)
     result = {"file": str(out), "documents": len(shard.documents), "tokens": shard.tokens, "bytes": out.stat().st_size}
     if as_json:
         echo_json(result)

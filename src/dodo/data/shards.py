@@ -5,10 +5,10 @@ prompts) with answers. Ragged rows are one flat array and offsets.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from safetensors import safe_open
@@ -25,6 +25,7 @@ __all__ = ["Ragged", "RecordKind", "Shard", "ShardKind", "prepare", "read_shard"
 ShardKind = Literal["text", "question"]
 RecordKind = Literal["text", "question", "summary"]
 VERSION = 1
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,9 @@ def prepare(
     kind: RecordKind = "text",
     commercial_only: bool = True,
     minimum: int = 16,
+    tokens: int | None = None,
 ) -> Shard:
-    """Read, filter and tokenise sources, and write them as one shard.
+    """Read, filter and tokenise sources, and write them as one shard. Held in memory are the tokens, two or four bytes each.
 
     Args:
         sources: files, patterns or `hf:` ids; records with `text`; with `context`, `question` and `answer(s)`; or, for summaries,
@@ -98,6 +100,10 @@ def prepare(
         kind: what the records are.
         commercial_only: leave out records whose licence field forbids commercial use.
         minimum: documents of fewer tokens are left out.
+        tokens: stop with the document that completes so many; None: all. Texts after it are not read.
+
+    Returns:
+        The shard as it was written, mapped into memory.
 
     Raises:
         InputError: nothing is left, or a record lacks a field.
@@ -106,11 +112,11 @@ def prepare(
         record for source in resolve(sources) for record in read_records(source)
         if not commercial_only or permits_commercial_use(record)
     )  # fmt: skip
-    shard = _texts(records, tokenizer, minimum) if kind == "text" else _asked(records, tokenizer, minimum, kind)
+    shard = _texts(records, tokenizer, minimum, tokens) if kind == "text" else _asked(records, tokenizer, minimum, kind, tokens)
     if len(shard.documents) == 0:
         raise InputError(f"no data left of {', '.join(sources)}: no document of at least {minimum} tokens may be used")
     _write(shard, out, tokenizer, sources)
-    return shard
+    return read_shard(out)
 
 
 def read_shard(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Shard:
@@ -120,9 +126,9 @@ def read_shard(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = Non
         InputError: not a shard, or made with another tokenizer.
     """
     try:
-        with safe_open(str(path), framework="numpy") as file:
+        with safe_open(str(path), framework="pt") as file:  # which maps; as numpy arrays they would be copies
             about = json.loads((file.metadata() or {}).get("dodo_shard", "{}"))
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            arrays: dict[str, np.ndarray] = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
     except Exception as error:
         raise InputError(f"{path} is not a tokenised shard: {error}") from None
     if about.get("version") != VERSION:
@@ -157,10 +163,20 @@ def _encoded(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, litera
         yield from flush()
 
 
-def _texts(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, minimum: int) -> Shard:
+def _texts(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, minimum: int, tokens: int | None) -> Shard:
     texts = (text_field(record) for record in records)
-    rows = [np.asarray(ids, np.int64) for ids in _encoded(texts, tokenizer, literal=True) if len(ids) >= minimum]
-    return Shard("text", _pack(rows))
+    kept = (ids for ids in _encoded(texts, tokenizer, literal=True) if len(ids) >= minimum)
+    return Shard("text", _pack(_enough(kept, len, tokens), tokenizer))
+
+
+def _enough(rows: Iterable[Row], length: Callable[[Row], int], tokens: int | None) -> Iterator[Row]:
+    """Rows until they have so many tokens."""
+    seen = 0
+    for row in rows:
+        yield row
+        seen += length(row)
+        if tokens is not None and seen >= tokens:
+            return
 
 
 def _question_in(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
@@ -178,7 +194,9 @@ def _summary_in(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> t
     return (text_field(record, "article"), chat_turn(tokenizer, SUMMARY), highlights) if highlights else None
 
 
-def _asked(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, minimum: int, kind: RecordKind) -> Shard:
+def _asked(
+    records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, minimum: int, kind: RecordKind, tokens: int | None
+) -> Shard:
     """Documents, each once, what is asked of them, and what is to come."""
     grouped: dict[str, list[tuple[str, str]]] = {}
     titles: dict[str, str] = {}
@@ -188,9 +206,8 @@ def _asked(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
             context, prompt, answer = found
             grouped.setdefault(context, []).append((prompt, answer))
             titles.setdefault(context, str(record.get("title") or context))
-    contexts = [np.asarray(ids, np.int64) for ids in _encoded(grouped, tokenizer, literal=True)]
-    rows = zip(contexts, grouped.values(), titles.values(), strict=True)
-    kept = [(ids, pairs, title) for ids, pairs, title in rows if len(ids) >= minimum]
+    rows = zip(_encoded(grouped, tokenizer, literal=True), grouped.values(), titles.values(), strict=True)
+    kept = [*_enough((row for row in rows if len(row[0]) >= minimum), lambda row: len(row[0]), tokens)]
     prompts = _encoded((prompt for _, pairs, _ in kept for prompt, _ in pairs), tokenizer, literal=False)
     answers_ids = _encoded((a for _, pairs, _ in kept for _, a in pairs), tokenizer, literal=True)
     owner = np.repeat(np.arange(len(kept)), [len(pairs) for _, pairs, _ in kept]) if kept else np.zeros(0, np.int64)
@@ -198,27 +215,28 @@ def _asked(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
     groups = np.asarray([numbers.setdefault(title, len(numbers)) for _, _, title in kept], np.int64)
     return Shard(
         "question",
-        _pack([ids for ids, _, _ in kept]),
-        _pack([np.asarray(p, np.int64) for p in prompts]),
-        _pack([np.asarray(a, np.int64) for a in answers_ids]),
+        _pack((ids for ids, _, _ in kept), tokenizer),
+        _pack(prompts, tokenizer),
+        _pack(answers_ids, tokenizer),
         owner.astype(np.int64),
         groups,
     )
 
 
-def _pack(rows: list[np.ndarray]) -> Ragged:
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    return Ragged(np.concatenate(rows) if rows else np.zeros(0, np.int64), offsets)
+def _pack(rows: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase) -> Ragged:
+    width = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+    packed = [np.asarray(row, width) for row in rows]
+    offsets = np.zeros(len(packed) + 1, np.int64)
+    np.cumsum([len(row) for row in packed], out=offsets[1:])
+    return Ragged(np.concatenate(packed) if packed else np.zeros(0, width), offsets)
 
 
 def _write(shard: Shard, out: Path, tokenizer: PreTrainedTokenizerBase, sources: Sequence[str]) -> None:
-    width = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
     arrays: dict[str, np.ndarray] = {}
     for name in ("documents", "prompts", "answers"):
         rows: Ragged | None = getattr(shard, name)
         if rows is not None:
-            arrays |= {name: rows.flat.astype(width), f"{name}.offsets": rows.offsets}
+            arrays |= {name: rows.flat, f"{name}.offsets": rows.offsets}
     arrays |= {name: getattr(shard, name) for name in ("owner", "groups") if getattr(shard, name) is not None}
     about = {"version": VERSION, "kind": shard.kind, "tokenizer": of_tokenizer(tokenizer), "sources": list(sources)}
     out.parent.mkdir(parents=True, exist_ok=True)

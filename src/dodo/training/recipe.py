@@ -35,6 +35,13 @@ class Data:
     """Shards or sources of documents that are never trained on."""
     commercial_only: bool = True
     """Leave out records whose licence forbids commercial use, when sources are tokenised."""
+    tokens: int = 0
+    """Of each source, when it is tokenised, so many and the rest of the last document; 0: all. A dataset of the hub is streamed,
+    and read no further."""
+
+    def __post_init__(self) -> None:
+        _at_least("data", self, 0, "tokens")
+        _at_least("data", self, 1, "longest")
 
 
 @dataclass(frozen=True)

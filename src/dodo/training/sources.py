@@ -46,11 +46,12 @@ def open_sources(
         seen[source] = digest = _digest(source)
         if source.endswith(".safetensors"):
             return read_shard(source, tokenizer)
-        how = hashlib.sha256(f"{source} {digest} {data.commercial_only}".encode()).hexdigest()[:12]
+        most = f" {data.tokens}" if data.tokens else ""
+        how = hashlib.sha256(f"{source} {digest} {data.commercial_only}{most}".encode()).hexdigest()[:12]
         made = folder / "data" / f"{Path(source).name.replace('*', 'all')}.{how}.{kind}.safetensors"
         if made.is_file():
             return read_shard(made, tokenizer)
-        return prepare([source], made, tokenizer, kind=kind, commercial_only=data.commercial_only)
+        return prepare([source], made, tokenizer, kind=kind, commercial_only=data.commercial_only, tokens=data.tokens or None)
 
     text = questions = None
     if any(getattr(mixture, name) for name in get_args(Objective) if name != "question"):
