@@ -21,6 +21,7 @@ from dodo import hub
 from dodo.compressor import Compressor
 from dodo.config import CONFIG_FILE
 from dodo.errors import InputError
+from dodo.files import for_all_to_read
 from dodo.memory import MemoryTokens
 from dodo.thresholds import THRESHOLDS_FILE, Thresholds
 
@@ -137,6 +138,7 @@ def save(
             for path in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
                 target = folder / path.relative_to(scratch)
                 target.parent.mkdir(exist_ok=True)
+                for_all_to_read(path)
                 path.replace(target)
     except (OSError, SafetensorError) as error:
         raise InputError(f"could not save to {folder}: {error}") from None

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -36,6 +37,9 @@ __all__ = ["PHI", "THETA", "AdapterName", "Adapters", "Lock", "is_plain"]
 AdapterName = Literal["phi", "theta"]
 PHI: AdapterName = "phi"
 THETA: AdapterName = "theta"
+
+_WHOLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Types of weights that an adapter's can be added to."""
 
 
 class Lock:
@@ -71,11 +75,18 @@ class Adapters:
         decoder: settings of theta.
         seed: of the fresh weights. Fresh adapters change nothing: their B matrices are zero.
 
+    Raises:
+        InputError: the base has adapters already.
+
     Attributes:
         lock: held by the thread that has the base changed for itself, by `use`, `mixed`, `merged` or otherwise.
     """
 
     def __init__(self, base: PreTrainedModel, *, encoder: LoraSettings, decoder: LoraSettings, seed: int = 0) -> None:
+        if any(isinstance(module, BaseTunerLayer) for module in base.modules()):
+            raise InputError(
+                "the base has adapters on it already, Dodo's or others of PEFT: merge them into it (merge_and_unload), or load it anew"
+            )
         self.base = base
         self.lock = Lock()
         with torch.random.fork_rng(devices=[]), _without_chatter():
@@ -206,8 +217,10 @@ class Adapters:
         return self._merged[name][1]
 
     def _mergeable(self, name: AdapterName) -> bool:
+        if not all(type(layer.get_base_layer()) is torch.nn.Linear for layer in self._layers):
+            return False  # its weights may have scales of their own
         weights = [layer.get_base_layer().weight for layer in self._layers]
-        if any(not weight.is_floating_point() or weight.device.type == "meta" for weight in weights):
+        if any(weight.dtype not in _WHOLE or weight.device.type == "meta" for weight in weights):
             return False
         if any(hasattr(weight, "device_mesh") for weight in weights):  # split over the processes of a run
             return False

@@ -52,7 +52,7 @@ def check_gradient_backend(model: PreTrainedModel) -> None:
     if backend not in ("sdpa", "eager"):
         raise UnsupportedModelError(
             f"attention backend {backend!r} drops the score term that trains the scorer; "
-            "train with attn_implementation='sdpa' or 'eager' (any backend serves for inference)"
+            "train with attn_implementation='sdpa' or 'eager'"
         )
 
 
@@ -239,7 +239,12 @@ def attention_masks(
 
     Returns:
         [B, 1, Q, S] in the base's dtype, or one such mask per layer type where the base's layers differ.
+
+    Raises:
+        UnsupportedModelError: the attention backend takes no such masks.
     """
+    if (backend := str(model.config._attn_implementation)).startswith(("flash", "flex")):
+        raise UnsupportedModelError(f"attention backend {backend!r} takes no masks by position; take attn_implementation='sdpa'")
     dtype = model.dtype
     distance = query_positions[:, :, None] - key_positions[:, None, :]  # [B, Q, S]
     causal = (distance >= 0) & (key_mask[:, None, :] if key_mask.ndim == 2 else key_mask)

@@ -10,6 +10,7 @@ Shapes: B texts, T tokens, K states, M decoder tokens, V vocabulary.
 """
 
 import dataclasses
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -22,13 +23,18 @@ from dodo.architecture import FeatureLayers, backbone, copy_before_head, device_
 from dodo.attention import AllKept, OnePassCache, attention_masks, cache_argument, check_gradient_backend
 from dodo.config import DodoConfig, Use
 from dodo.coverage import prefer_covering, prefer_runs
-from dodo.errors import InputError, WindowError
+from dodo.errors import DodoWarning, InputError, WindowError
 from dodo.memory import MemoryTokens
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.scorer import Scorer
 from dodo.selection import Selection, count_nuggets, prefer_dense, select_top_k
 
 __all__ = ["Compressor"]
+
+
+FARTHEST = 256
+"""Tokens per nugget above which selection by coverage gives way to one by density: so far from a nugget all is lost alike, and
+looking for the best places takes memory and time by the length of gaps."""
 
 
 class Compressor(nn.Module):
@@ -156,7 +162,7 @@ class Compressor(nn.Module):
             "rotary": self.rotary,
             "fingerprint": self.fingerprint,
         }
-        if total <= segment:
+        if total <= segment and start + total <= self.window:
             keys, values = self._encode_piece(input_ids, selection, start=start, past=None)
             made = _assembled(input_ids, real, scores, selection, keys, values, start=start, **common)
             return made.compact() if compact else made
@@ -216,7 +222,9 @@ class Compressor(nn.Module):
             return prefer_dense(scores, k, candidates)
         if self.config.selection == "coverage":
             prefer = prefer_runs if self.config.runs and use == "text" else prefer_covering
-            return prefer(scores, k, candidates, reach=self.config.reach)
+            far = candidates.sum(-1) > FARTHEST * k
+            near = prefer(scores, torch.where(far, candidates.sum(-1), k), candidates, reach=self.config.reach)
+            return torch.where(far[:, None], prefer_dense(scores, k, candidates), near) if bool(far.any()) else near
         return scores
 
     def _encode_piece(
@@ -262,7 +270,19 @@ class Compressor(nn.Module):
                         "use a higher ratio"
                     )
             chosen = indices[(indices >= begin) & (indices < end)]
-            if end < n and len(chosen) and int(chosen[-1]) >= begin:
+            if not len(chosen):  # its nugget lies further on, and what is before a nugget is read with it
+                chosen = indices[indices >= end][:1]
+                end = int(chosen) + 1
+                room = self.window - held if compact else n
+                if lost := max(0, end - begin - room):
+                    warnings.warn(
+                        f"{lost:,} tokens from the {begin + 1:,}th on are lost: the base's window does not reach from them to the "
+                        "next nugget; more nuggets keep them",
+                        DodoWarning,
+                        stacklevel=2,
+                    )
+                    begin += lost
+            elif end < n:
                 end = int(chosen[-1]) + 1
             first = held if compact else start + begin
             piece = Selection(indices=(chosen - begin)[None], mask=torch.ones_like(chosen[None], dtype=torch.bool))

@@ -45,11 +45,13 @@ def prefer_covering(scores: Tensor, k: Tensor, mask: Tensor, *, reach: float) ->
     Returns:
         fp32 [B, T].
     """
-    own = scores.detach().double()
+    device, (scores, k, mask) = scores.device, (x.detach().cpu() for x in (scores, k, mask))  # not every device has fp64
+    own = scores.double()
     costs = ((own - own.masked_fill(~mask, -torch.inf).amax(-1, keepdim=True)) * TEMPER).exp()
     rows, n, begin = _candidates(costs, mask)
     counts = k.cpu().numpy()
-    return _marked(own, mask, begin, _at_a_price(_lost(rows, _longest(n, counts), reach), rows.sum(-1), n, counts))
+    found = _at_a_price(_lost(rows, _longest(n, counts), reach), rows.sum(-1), n, counts)
+    return _marked(own, mask, begin, found).to(device)
 
 
 def prefer_runs(scores: Tensor, k: Tensor, mask: Tensor, *, reach: float) -> Tensor:
@@ -63,7 +65,8 @@ def prefer_runs(scores: Tensor, k: Tensor, mask: Tensor, *, reach: float) -> Ten
 
     Args, returns: as for `prefer_covering`.
     """
-    own = scores.detach().double()
+    device, (scores, k, mask) = scores.device, (x.detach().cpu() for x in (scores, k, mask))  # not every device has fp64
+    own = scores.double()
     rows, n, begin = _candidates((own * TEMPER).exp().clamp_max(DEAREST).nan_to_num(0), mask)
     found = []
     for row, count, size in zip(rows, n, k.cpu().numpy(), strict=True):
@@ -75,7 +78,7 @@ def prefer_runs(scores: Tensor, k: Tensor, mask: Tensor, *, reach: float) -> Ten
         else:
             worth = stretches[np.isfinite(stretches)]
             found += _at_a_price(stretches, np.array([worth.max() - 2 * worth.min()]), np.array([count]), one)
-    return _marked(own, mask, begin, found)
+    return _marked(own, mask, begin, found).to(device)
 
 
 def lost_share(distance: np.ndarray, reach: float) -> np.ndarray:

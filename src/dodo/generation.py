@@ -6,7 +6,6 @@ logits processors are transformers'. The nuggets are copied into a cache for eac
 Shapes: B texts, K states, M prompt tokens.
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -20,7 +19,22 @@ from dodo.compressor import Compressor
 from dodo.errors import InputError, WindowError
 from dodo.nuggets import Nuggets
 
-__all__ = ["generate_ids", "generation_settings", "pad_rows", "until_end"]
+__all__ = ["generate_ids", "generated", "generation_settings", "pad_rows", "until_end"]
+
+_ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What a greedy call takes from the base's generation config."""
+
+_SAMPLED = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+"""What a call that samples takes from it beside those."""
+
+_ONLY: dict[str, Any] = {
+    "use_cache": True,
+    "return_dict_in_generate": False,
+    "generation_config": None,
+    "cache_implementation": None,
+    "prefill_chunk_size": None,
+}
+"""Settings that a call can give one value of: what is generated from is a cache already, and what comes back are tokens."""
 
 
 def generate_ids(
@@ -79,7 +93,7 @@ def generate_ids(
     else:
         inputs["input_ids"] = input_ids
     with torch.no_grad(), compressor.adapters.merged(THETA), windows_by_position(base):
-        made: Tensor = base.generate(**inputs, generation_config=settings, **generation)
+        made = generated(base, inputs, settings, generation)
     new = made[:, 0 if input_ids is None else input_ids.shape[1] :]
     return [until_end(row, settings.eos_token_id) for row in new.tolist()]
 
@@ -87,7 +101,10 @@ def generate_ids(
 def generation_settings(
     base: Any, max_new_tokens: int, pad_token_id: int, generation: dict[str, Any]
 ) -> tuple[GenerationConfig, dict[str, Any]]:
-    """The base's generation config with what a call asks for, greedy unless it says otherwise, and what is no setting.
+    """What a call asks for beside the base's special tokens, greedy unless it says otherwise, and what is no setting.
+
+    A call that samples also has what the base's generation config says of sampling; a greedy one is just that, whatever penalties
+    the base's config has.
 
     Args:
         base: the language model.
@@ -95,15 +112,34 @@ def generation_settings(
 
     Returns:
         A config of this call's own; and streamers, stopping criteria, logits processors, as they were given.
+
+    Raises:
+        InputError: a setting that can't be given here.
     """
-    settings: GenerationConfig = copy.deepcopy(base.generation_config)
-    settings.update(do_sample=generation.get("do_sample", False), max_new_tokens=max_new_tokens)
-    if not settings.do_sample:
-        settings.update(temperature=None, top_p=None, top_k=None, min_p=None, typical_p=None)
-    rest: dict[str, Any] = settings.update(**generation)
+    for name, only in _ONLY.items():
+        if generation.get(name) not in (None, only):
+            raise InputError(f"{name} can't be given: text is made from a cache that is there, and comes back as text")
+    own = base.generation_config
+    names = (*_ENDS, *_SAMPLED) if generation.get("do_sample") else _ENDS
+    settings = GenerationConfig(**{name: getattr(own, name) for name in names if getattr(own, name) is not None})
+    settings.update(do_sample=False, max_new_tokens=max_new_tokens, use_cache=True)
+    rest: dict[str, Any] = settings.update(**{name: value for name, value in generation.items() if name not in _ONLY})
     if settings.pad_token_id is None:
         settings.pad_token_id = pad_token_id
     return settings, rest
+
+
+def generated(base: Any, inputs: dict[str, Any], settings: GenerationConfig, rest: dict[str, Any]) -> Tensor:
+    """transformers' `generate` with these settings alone: where one is None, it would take the base's own.
+
+    Call it where the base is this thread's: within `adapters.use` or `merged`.
+    """
+    own, base.generation_config = base.generation_config, settings
+    try:
+        made: Tensor = base.generate(**inputs, generation_config=settings, **rest)
+    finally:
+        base.generation_config = own
+    return made
 
 
 def pad_rows(rows: list[list[int]], filler: int, *, left: bool, device: torch.device) -> tuple[Tensor, Tensor]:

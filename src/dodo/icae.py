@@ -25,7 +25,7 @@ from dodo.architecture import backbone, device_of
 from dodo.attention import attention_masks
 from dodo.compressor import Compressor
 from dodo.errors import InputError, WindowError
-from dodo.generation import generation_settings, pad_rows, until_end
+from dodo.generation import generated, generation_settings, pad_rows, until_end
 from dodo.memory import MemoryTokens
 
 __all__ = ["Icae", "Memory", "last_of_part"]
@@ -184,7 +184,7 @@ class Icae:
         self._check_room(inputs.shape[1] + max_new_tokens, f"memory, prompt and {max_new_tokens:,} new tokens")
         settings, rest = generation_settings(base, max_new_tokens, pad_token_id, generation)
         with self.compressor.adapters.use(None):
-            made: Tensor = base.generate(inputs_embeds=inputs, attention_mask=real.long(), generation_config=settings, **rest)
+            made = generated(base, {"inputs_embeds": inputs, "attention_mask": real.long()}, settings, rest)
         return [until_end(row, settings.eos_token_id) for row in made.tolist()]
 
     def _inputs(

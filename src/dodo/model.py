@@ -10,6 +10,7 @@ Paper: Section 2.3 in use.
 
 import copy
 import dataclasses
+import json
 import math
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from dodo import adapter_files, fingerprint, hub, streaming
+from dodo.adapters import Lock
 from dodo.architecture import device_of, key_shape
 from dodo.autoregressive import Autoregressive
 from dodo.base import LoadedBase, load_base
@@ -33,7 +35,8 @@ from dodo.errors import DodoWarning, FingerprintMismatch, InputError
 from dodo.generation import generate_ids, pad_rows
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.pieces import Pieces
-from dodo.prompts import check_whole, question_prompt
+from dodo.prompts import MESSAGE, check_whole, question_prompt, turn_ids
+from dodo.selection import count_nuggets
 from dodo.streaming import StreamingCache
 from dodo.thresholds import Pace, Thresholds
 
@@ -61,6 +64,7 @@ class Dodo:
         self.tokenizer: PreTrainedTokenizerBase = base.tokenizer
         self.compressor = Compressor(base.model, config).eval()
         self.thresholds: Thresholds | None = None
+        self._tokenizing = Lock()
         self.stamp()
 
     @classmethod
@@ -115,7 +119,7 @@ class Dodo:
                 f"{loaded.fingerprint}; load the right base, or pass ignore_fingerprint=True if you know that they agree"
             )
         dodo = cls(loaded, config)
-        dodo.load_adapters(folder)
+        dodo._load(folder)
         return dodo
 
     @property
@@ -147,7 +151,8 @@ class Dodo:
         """Compress one text, or several as a batch. Paper: Section 2.3.
 
         Args:
-            text: not empty. A text longer than the base's window is encoded in segments with compact positions.
+            text: not empty. A text longer than the base's window is encoded in segments with compact positions, and so are all
+                texts of its batch.
             ratio: tokens per nugget; or
             nuggets: number of nuggets; neither: the configured ratio.
             use: "questions", or whatever else is asked about the text, or "text", to rebuild it. Which tokens become nuggets
@@ -165,6 +170,8 @@ class Dodo:
         if not isinstance(text, str) and len(text) == 0:
             raise InputError("there are no texts to compress")
         rows = [self.document_ids(t) for t in ([text] if isinstance(text, str) else text)]
+        if ratio is not None or nuggets is not None:
+            count_nuggets(1, ratio=ratio, nuggets=nuggets)  # a bad one is refused before it is warned of
         self._warn_of_ratio(ratio, nuggets)
         return self.compress_ids(rows, ratio=ratio, nuggets=nuggets, use=use, segment=segment)
 
@@ -180,7 +187,7 @@ class Dodo:
         """`compress` on token ids: rows without padding, taken as they are."""
         input_ids, attention_mask = pad_rows(rows, self._pad_id, left=False, device=self.device)
         with torch.no_grad():
-            return self._roomy(input_ids.shape[1]).encode(
+            return self._roomy(input_ids.shape[1], len(rows)).encode(
                 input_ids, attention_mask, ratio=ratio, nuggets=nuggets, use=use, segment=segment
             )
 
@@ -199,24 +206,25 @@ class Dodo:
         check_whole(text, "the text")
         if not text:
             raise InputError("the text is empty: there is nothing to compress")
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=literal, verbose=False)["input_ids"]
-        return self.with_bos(ids)
+        return self.with_bos(self._ids(text, literal=literal))
 
     def with_bos(self, ids: list[int]) -> list[int]:
         """Token ids of a text's beginning, the BOS token in front if the tokenizer or `keep_first` wants it."""
         bos = self.tokenizer.bos_token_id
-        if bos is not None and ids[:1] != [bos] and begins_with_bos(self.tokenizer, self.config):
-            ids = [bos, *ids]
+        if bos is not None and ids[:1] != [bos]:
+            with self._tokenizing:
+                wanted = begins_with_bos(self.tokenizer, self.config)
+            ids = [bos, *ids] if wanted else ids
         return ids
 
-    def _roomy(self, tokens: int) -> Compressor:
+    def _roomy(self, tokens: int, texts: int) -> Compressor:
         """The compressor, set to compact positions if the text is longer than the window."""
         compressor = self.compressor
         if tokens <= compressor.window or compressor.config.positions == "compact":
             return compressor
         warnings.warn(
             f"a text of {tokens:,} tokens is longer than the base's window of {compressor.window:,}: "
-            "it is encoded in segments, with compact positions",
+            "it is encoded in segments, with compact positions" + (", and so are the texts of its batch" if texts > 1 else ""),
             DodoWarning,
             stacklevel=4,
         )
@@ -251,14 +259,23 @@ class Dodo:
         Raises:
             InputError: an empty question.
         """
-        return self.generate(nuggets, self._question_prompts(question), max_new_tokens=max_new_tokens, **generation)
-
-    def _question_prompts(self, question: str | Sequence[str]) -> Any:
         questions = [question] if isinstance(question, str) else list(question)
-        if not questions or any(not q.strip() for q in questions):
+        if not questions:
             raise InputError("the question is empty")
-        prompts = [question_prompt(self.tokenizer, q) for q in questions]
-        return prompts[0] if isinstance(question, str) else prompts
+        rows = [self.question_ids(q) for q in questions]
+        new = self.generate_ids(nuggets, rows, max_new_tokens=max_new_tokens, **generation)
+        return self._texts(new, single=isinstance(question, str))
+
+    def question_ids(self, question: str) -> list[int]:
+        """Token ids of what the decoder is asked about a compressed text; names of special tokens in the question are text.
+
+        Raises:
+            InputError: an empty question.
+        """
+        if not question.strip():
+            raise InputError("the question is empty")
+        with self._tokenizing:
+            return turn_ids(self.tokenizer, question_prompt(self.tokenizer, MESSAGE), question.strip())
 
     def reconstruct(self, nuggets: Nuggets, *, max_new_tokens: int | None = None, **generation: Any) -> Any:
         """Rebuild the text from its nuggets, asked by the soft token. Paper: Section 4 (autoencoding).
@@ -271,8 +288,10 @@ class Dodo:
         Returns:
             str for one text, else list[str].
         """
-        lengths = (nuggets.lengths + 1).tolist()
-        new = self.generate_ids(nuggets, None, max_new_tokens=max_new_tokens or max(lengths), **generation)
+        kept = nuggets.sinks if self.tokenizer.bos_token_id is None else 0  # the first tokens of texts, or BOS, which is no text
+        lengths = (nuggets.lengths + kept + 1).tolist()
+        most = max(lengths) if max_new_tokens is None else max_new_tokens
+        new = self.generate_ids(nuggets, None, max_new_tokens=most, **generation)
         if max_new_tokens is None:  # a short text that does not end must not run on to the longest one's length
             each = len(new) // len(lengths)
             new = [ids[: lengths[i // each]] for i, ids in enumerate(new)]
@@ -287,14 +306,15 @@ class Dodo:
             nuggets: of one text, or of as many as there are prompts.
             prompt: one, or one per text; None asks for reconstruction with the soft token.
             max_new_tokens: at most so many tokens.
-            generation: anything `transformers.GenerationMixin.generate` takes: do_sample, temperature, num_beams,
-                num_return_sequences, streamer, stopping_criteria, ... Greedy unless told otherwise.
+            generation: what `transformers.GenerationMixin.generate` takes: do_sample, temperature, num_beams,
+                num_return_sequences, streamer, stopping_criteria, stop_strings, ... Greedy unless told otherwise, without
+                penalties that the base's own generation config may have; what that says of sampling holds with do_sample.
 
         Returns:
             str, or list[str] for several prompts or several sequences per prompt.
 
         Raises:
-            InputError: an empty prompt, or not as many prompts as texts.
+            InputError: an empty prompt, not as many prompts as texts, or a setting that would not give text from these nuggets.
             WindowError: the positions do not fit the base's window.
             FingerprintMismatch: the nuggets were made by another model.
         """
@@ -309,10 +329,13 @@ class Dodo:
         return texts[0] if len(texts) == 1 and single else texts
 
     def stream(
-        self, nuggets: Nuggets, prompt: str | None, *, max_new_tokens: int = 128, **generation: Any
+        self, nuggets: Nuggets, prompt: str | Sequence[int] | None, *, max_new_tokens: int = 128, **generation: Any
     ) -> Generator[str, None, None]:
-        """Like `generate` for one text, piece by piece as the text comes. Generation ends when the iterator is closed."""
-        rows = None if prompt is None else [self._prompt_ids(prompt)]
+        """Like `generate` for one text, piece by piece as the text comes. Generation ends when the iterator is closed.
+
+        The prompt may also be token ids, those of `question_ids`.
+        """
+        rows = None if prompt is None else [self._prompt_ids(prompt) if isinstance(prompt, str) else list(prompt)]
 
         def generate(hung_up: threading.Event, **settings: Any) -> None:
             self.generate_ids(nuggets, rows, max_new_tokens=max_new_tokens, **settings)
@@ -320,24 +343,24 @@ class Dodo:
         yield from self._pieces(generate, generation, skip_prompt=prompt is not None)
 
     def _pieces(
-        self, generate: Callable[..., None], generation: dict[str, Any], *, skip_prompt: bool
+        self, generate: Callable[..., None], generation: dict[str, Any], *, skip_prompt: bool, behind: int | None = None
     ) -> Generator[str, None, None]:
         """Text as a generation in a thread of its own makes it.
 
         Args:
             generate: takes an event that is set when nobody reads any more, and settings for transformers' `generate`.
             generation: more of those.
-            skip_prompt: the first tokens that come are not new.
+            skip_prompt, behind: see `Pieces`.
 
         Raises:
             InputError: the calling thread has the base changed for itself, for which the generation would wait forever.
         """
         if self.compressor.adapters.lock.mine:
             raise InputError("text can't be streamed within `adapters.use` or `streaming`: leave that context first")
-        streamer = Pieces(self.tokenizer, skip_prompt=skip_prompt)
+        streamer = Pieces(self.tokenizer, skip_prompt=skip_prompt, behind=behind)
         failure: list[BaseException] = []
         hung_up = _HungUp()
-        criteria = [*generation.get("stopping_criteria", ()), hung_up]
+        criteria = [*(generation.get("stopping_criteria") or ()), hung_up]
 
         def run() -> None:
             try:
@@ -364,13 +387,25 @@ class Dodo:
     ) -> list[list[int]]:
         """`generate` on token ids: prompts without padding in, new tokens out."""
         self.check(nuggets)
+        settings = self._with_tokenizer(generation)
         return generate_ids(
-            self.compressor, nuggets, prompts, max_new_tokens=max_new_tokens, pad_token_id=self._pad_id, **generation
+            self.compressor, nuggets, prompts, max_new_tokens=max_new_tokens, pad_token_id=self._pad_id, **settings
         )
+
+    def _with_tokenizer(self, generation: dict[str, Any]) -> dict[str, Any]:
+        """transformers looks for strings to stop at in what the tokenizer makes of tokens."""
+        return {"tokenizer": self.tokenizer, **generation} if generation.get("stop_strings") else generation
 
     def _prompt_ids(self, prompt: str) -> list[int]:
         check_whole(prompt, "the prompt")
-        ids: list[int] = self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        return self._ids(prompt, literal=False)
+
+    def _ids(self, text: str, *, literal: bool) -> list[int]:
+        """A tokenizer is changed by being asked to take special tokens literally, so one thread at a time may ask it."""
+        with self._tokenizing:
+            ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=literal, verbose=False)[
+                "input_ids"
+            ]
         return ids
 
     # -- autoregressive LM
@@ -446,10 +481,18 @@ class Dodo:
             InputError: see `autoregressive` and `streaming.generate_ids`.
         """
         lm = lm or self.autoregressive()
+        ids = self.document_ids(text)
         new = streaming.generate_ids(
-            lm, self.document_ids(text), max_new_tokens=max_new_tokens, pad_token_id=self._pad_id, **generation
+            lm,
+            ids,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=self._pad_id,
+            **self._with_tokenizer(generation),
         )
-        return str(self.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        streamer = Pieces(self.tokenizer, skip_prompt=False, behind=ids[-1])
+        streamer.put(torch.tensor(new, dtype=torch.long))
+        streamer.end()
+        return "".join(streamer)
 
     def stream_text(
         self,
@@ -494,16 +537,23 @@ class Dodo:
                 if progress is not None:
                     progress(read, total)
             streaming.generate_ids(
-                cache.lm, last, cache=cache, max_new_tokens=max_new_tokens, pad_token_id=self._pad_id, **settings
+                cache.lm,
+                last,
+                cache=cache,
+                max_new_tokens=max_new_tokens,
+                pad_token_id=self._pad_id,
+                **self._with_tokenizer(settings),
             )
 
-        yield from self._pieces(generate, generation, skip_prompt=True)
+        behind = last[-1] if isinstance(text, str) else None
+        yield from self._pieces(generate, generation, skip_prompt=True, behind=behind)
 
     # -- what nuggets belong to
 
     def stamp(self) -> None:
-        """Compute this model's fingerprint; to be called when the adapters' weights have changed."""
+        """Compute this model's fingerprint; to be called when the adapters' weights have changed, in whatever way."""
         compressor = self.compressor
+        compressor.adapters.forget_merged()
         tensors: dict[str, Tensor] = dict(compressor.adapters.named_parameters())
         tensors |= adapter_files.tensors_of(compressor)
         self.fingerprint = Fingerprint(
@@ -529,16 +579,41 @@ class Dodo:
 
     # -- saving and loading
 
-    def load_adapters(self, folder: str | Path) -> None:
-        """Load what `save_pretrained` wrote into this model.
+    def load_adapters(self, folder: str | Path, *, ignore_config: bool = False) -> None:
+        """Load what `save_pretrained` wrote into this model, and the ratios that it was trained for.
+
+        Args:
+            folder: of the set.
+            ignore_config: take the weights although the set was made for another base, or with settings on which it depends what
+                nuggets are; the ratios stay this model's. For training that goes on under other settings.
 
         Raises:
-            InputError: a file is missing or does not fit.
+            InputError: a file is missing or does not fit, or a setting differs.
+            FingerprintMismatch: the set belongs to another base.
         """
+        folder = Path(folder)
+        if not ignore_config:
+            there = DodoConfig.load(folder / CONFIG_FILE)
+            self._check_config(there, folder)
+            self.compressor.config = dataclasses.replace(self.config, trained_ratios=there.trained_ratios)
+        self._load(folder)
+
+    def _check_config(self, there: DodoConfig, folder: Path) -> None:
+        own, set_ = json.loads(self.config.identity()), json.loads(there.identity())
+        if differing := [name for name in dict.fromkeys([*own, *set_]) if own.get(name) != set_.get(name)]:
+            names = ", ".join(differing)
+            raise InputError(f"{folder} was made with other settings than this model's: {names}; load it with from_pretrained")
+        if there.base_fingerprint not in (None, self.config.base_fingerprint):
+            raise FingerprintMismatch(
+                f"the adapters in {folder} belong to base weights {there.base_fingerprint}, this model has "
+                f"{self.config.base_fingerprint}"
+            )
+
+    def _load(self, folder: Path) -> None:
         try:
             self.thresholds = None
-            adapter_files.load(self.compressor, Path(folder))
-            self.thresholds = adapter_files.load_thresholds(Path(folder))
+            adapter_files.load(self.compressor, folder)
+            self.thresholds = adapter_files.load_thresholds(folder)
         finally:  # also half-loaded adapters are others than before
             self.stamp()
 

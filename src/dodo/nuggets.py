@@ -181,16 +181,20 @@ class Nuggets:
     # -- batches and joins
 
     def __getitem__(self, row: int) -> "Nuggets":
-        """The nuggets of one text, without padding. Raises IndexError past the end, so iteration works."""
+        """The nuggets of one text, without padding; of several texts a copy, which does not hold on to the others.
+
+        Raises IndexError past the end, so iteration works.
+        """
         if not -self.batch_size <= row < self.batch_size:
             raise IndexError(f"text {row} of {self.batch_size}")
         row %= self.batch_size
         states = int(self.mask[row].sum())
         rows: dict[str, Any] = {name: getattr(self, name)[row : row + 1, :states] for name in _PER_STATE}
         rows |= {name: getattr(self, name)[row : row + 1] for name in _PER_TEXT}
-        return dataclasses.replace(
-            self, keys=self.keys[:, row : row + 1, :, :states], values=self.values[:, row : row + 1, :, :states], **rows
-        )
+        rows |= {name: getattr(self, name)[:, row : row + 1, :, :states] for name in ("keys", "values")}
+        if self.batch_size > 1:
+            rows = {name: tensor.clone() for name, tensor in rows.items()}
+        return dataclasses.replace(self, **rows)
 
     @classmethod
     def stack(cls, parts: Sequence["Nuggets"]) -> "Nuggets":

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dodo.config import PositionScheme, Use
 from dodo.errors import InputError, NuggetsFileError
+from dodo.files import for_all_to_read
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.rotary import Rotary
 
@@ -88,7 +89,7 @@ def load(path: str | Path) -> Nuggets:
             version = header["version"]
             if version > FORMAT_VERSION:
                 raise NuggetsFileError(f"{path} has format version {version}; this dodo reads up to {FORMAT_VERSION}: upgrade it")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
     except FileNotFoundError:
         raise NuggetsFileError(f"there is no file {path}") from None
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
@@ -126,6 +127,10 @@ def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> Nuggets:
 
 
 def _stored(name: str, states: Tensor, storage: str) -> dict[str, Tensor]:
+    if not bool(torch.isfinite(states).all()):
+        raise InputError(
+            f"the {name} are not all finite: the base or its adapters are broken, or its type is too narrow for them"
+        )
     if storage != "int8":
         stored = states.to(_dtype(storage))
         if not bool(torch.isfinite(stored).all()):
@@ -157,11 +162,9 @@ def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> No
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
         os.close(handle)
         save_file(tensors, temporary, metadata={_HEADER_KEY: json.dumps(header)})
-        with open(temporary, "rb") as written:
+        with open(temporary, "r+b") as written:  # "rb" can not be synced on Windows
             os.fsync(written.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
+        for_all_to_read(temporary)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         raise NuggetsFileError(f"could not write {path}: {error}; nothing was changed") from None

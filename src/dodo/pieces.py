@@ -28,14 +28,17 @@ class Pieces(BaseStreamer):
     Args:
         tokenizer: which decodes.
         skip_prompt: the first tokens that come are not new.
+        behind: the token that the text goes on behind: some tokenizers leave out a text's first space. None: a text of its own.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_prompt: bool) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_prompt: bool, behind: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_prompt
         self._queue: SimpleQueue[str | None] = SimpleQueue()
         self._ids: list[int] = []  # the last tokens
         self._given = ""  # what was given of their text
+        if behind is not None and UNKNOWN not in (before := self._decoded([behind])):
+            self._ids, self._given = [behind], before
 
     def put(self, value: Tensor) -> None:
         """Take the prompt, or the next tokens of one text."""

@@ -19,7 +19,9 @@ __all__ = [
     "first_turn",
     "next_turn",
     "question_prompt",
+    "request_prompt",
     "turn_ids",
+    "without_bos",
 ]
 
 QUESTION = "Based on the provided document, answer the following question: {question}"
@@ -34,7 +36,18 @@ SHORTEN = "Please summarize the following text into {words} words: {text}"
 
 def question_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
     """The decoder's prompt for a question about the compressed document."""
-    return chat_turn(tokenizer, QUESTION.format(question=question.strip()))
+    return request_prompt(tokenizer, QUESTION.format(question=question.strip()))
+
+
+def request_prompt(tokenizer: PreTrainedTokenizerBase, request: str) -> str:
+    """The decoder's prompt for whatever is asked about the compressed document: `chat_turn` behind nuggets."""
+    return without_bos(tokenizer, chat_turn(tokenizer, request))
+
+
+def without_bos(tokenizer: PreTrainedTokenizerBase, turn: str) -> str:
+    """A turn without the BOS token that some chat templates put before a conversation: nuggets begin with it already."""
+    template, bos = str(tokenizer.chat_template), tokenizer.bos_token
+    return turn.removeprefix(str(bos)) if bos and "bos_token" in template else turn
 
 
 def chat_turn(tokenizer: PreTrainedTokenizerBase, request: str) -> str:

@@ -36,10 +36,11 @@ class Rotary:
         """
         if self.layers[layer] < 0:
             return keys.clone()
-        frequencies = self.frequencies[self.layers[layer]].to(keys.device)
+        where = "cpu" if keys.device.type == "mps" else keys.device  # not every device has fp64
+        frequencies = self.frequencies[self.layers[layer]].to(where)
         half = frequencies.shape[0]
-        angle = delta.double()[:, None, :, None] * frequencies.double()  # [B, 1, K, R / 2]
-        cos, sin = angle.cos().float(), angle.sin().float()
+        angle = delta.to(where).double()[:, None, :, None] * frequencies.double()  # [B, 1, K, R / 2]
+        cos, sin = angle.cos().float().to(keys.device), angle.sin().float().to(keys.device)
         turning = keys[..., : 2 * half].float()
         first, second = turning[..., :half], turning[..., half:]
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(keys.dtype)

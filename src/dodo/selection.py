@@ -7,6 +7,7 @@ Shapes: B batch, T tokens, K nuggets, H key/value heads, D head width.
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -57,13 +58,13 @@ def count_nuggets(n: int, *, ratio: float | None = None, nuggets: int | None = N
     if (ratio is None) == (nuggets is None):
         raise InputError("give either a ratio or a number of nuggets, and not both")
     if nuggets is not None:
-        if isinstance(nuggets, bool) or not isinstance(nuggets, int) or nuggets < 1:
+        if isinstance(nuggets, bool) or not isinstance(nuggets, Integral) or nuggets < 1:
             raise InputError(f"the number of nuggets must be a whole number of at least 1, not {nuggets!r}")
-        return min(nuggets, n)
+        return min(int(nuggets), n)
     assert ratio is not None
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not math.isfinite(ratio) or ratio < 1:
+    if isinstance(ratio, bool) or not isinstance(ratio, Real) or not math.isfinite(ratio) or ratio < 1:
         raise InputError(f"ratio must be a number of at least 1 (10 keeps one token in ten), not {ratio!r}")
-    return max(1, math.ceil(n / ratio - 1e-9))  # 1e-9: n / (n / k) must give k back
+    return max(1, math.ceil(n / float(ratio) - 1e-9))  # 1e-9: n / (n / k) must give k back
 
 
 def select_top_k(scores: Tensor, k: Tensor, mask: Tensor) -> Selection:
@@ -126,13 +127,15 @@ def prefer_dense(scores: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     Returns:
         fp32 [B, T].
     """
-    own = scores.detach().double()
+    device, (scores, k, mask) = scores.device, (x.detach().cpu() for x in (scores, k, mask))  # not every device has fp64
+    own = scores.double()
     n = mask.sum(-1, keepdim=True)
     weights = own.masked_fill(~mask, -torch.inf).softmax(-1) * n
     passed = ((weights + 1) * mask).cumsum(-1)
     part = torch.floor(passed / passed[:, -1:] * k[:, None] + 1e-6)
     chosen = (part.diff(dim=-1, prepend=torch.zeros_like(part[:, :1])) > 0) & mask
-    return (own.sigmoid() + chosen).masked_fill(~own.isfinite(), torch.nan).float()  # which `select_top_k` refuses
+    values = (own.sigmoid() + chosen).masked_fill(~own.isfinite(), torch.nan).float()  # which `select_top_k` refuses
+    return values.to(device)
 
 
 def stride(mask: Tensor, *, ratio: float, keep_first: bool) -> Tensor:

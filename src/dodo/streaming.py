@@ -24,7 +24,7 @@ from dodo.architecture import device_of, layer_windows
 from dodo.attention import attention_masks, cache_argument, retain, turn
 from dodo.autoregressive import Autoregressive, FeatureStream, held_bytes
 from dodo.errors import InputError
-from dodo.generation import generation_settings, until_end
+from dodo.generation import generated, generation_settings, until_end
 
 __all__ = ["StreamingCache", "feed", "generate_ids", "segments", "settings_of", "streaming"]
 
@@ -311,7 +311,7 @@ def generate_ids(
     mask = torch.ones(1, len(prompt) + longer, dtype=torch.long, device=input_ids.device)
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask, cache_argument(base): cache}
     with torch.no_grad(), streaming(lm):
-        made: Tensor = base.generate(**inputs, generation_config=settings, **rest)
+        made = generated(base, inputs, settings, rest)
     return until_end(made[0, len(prompt) :].tolist(), settings.eos_token_id)
 
 

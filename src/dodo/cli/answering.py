@@ -25,7 +25,7 @@ def run(
     *,
     name: str,
     key: str,
-    prompt: Callable[["Dodo"], str | None],
+    prompt: Callable[["Dodo"], list[int] | None],
     details: dict[str, Any],
     ratio: float | None,
     nuggets: int | None,

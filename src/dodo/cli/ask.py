@@ -66,10 +66,8 @@ def command(
     source = read_source(file)
     refuse_selection(source, ratio, nuggets)
 
-    def prompt(dodo: "Dodo") -> str:
-        from dodo.prompts import question_prompt
-
-        return question_prompt(dodo.tokenizer, question)
+    def prompt(dodo: "Dodo") -> list[int]:
+        return dodo.question_ids(question)
 
     answering.run(
         source,

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from dodo.errors import DodoError, InputError
+from dodo.files import for_all_to_read
 
 __all__ = ["Source", "check_output", "read_source", "read_text", "write_whole"]
 
@@ -80,9 +81,7 @@ def write_whole(path: Path, data: bytes) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
+        for_all_to_read(temporary)
         os.replace(temporary, path)
     except OSError as error:
         raise DodoError(f"could not write {path}: {error.strerror or error}; nothing was changed") from None

@@ -53,7 +53,7 @@ class Index:
         known = self._done[key] if made is None else made
         row = {**known, "document": document, "file": f"{key}.nuggets"}
         if self._of.get(document) != key or (made is not None and self._done[key]["bytes"] != made["bytes"]):
-            self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            self._file.write(json.dumps(row).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
         self._done[key], self._of[document] = row, key

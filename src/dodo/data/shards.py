@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from dodo.data.reading import answers_field, permits_commercial_use, read_records, resolve, text_field
 from dodo.errors import InputError
 from dodo.fingerprint import of_tokenizer
-from dodo.prompts import SUMMARY, chat_turn, question_prompt
+from dodo.prompts import SUMMARY, question_prompt, request_prompt
 
 __all__ = ["Ragged", "RecordKind", "Shard", "ShardKind", "prepare", "read_shard"]
 
@@ -191,7 +191,7 @@ def _question_in(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
 def _summary_in(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
     """The same of an article and its highlights. Paper: Appendix D.3."""
     highlights = text_field(record, "highlights").strip()
-    return (text_field(record, "article"), chat_turn(tokenizer, SUMMARY), highlights) if highlights else None
+    return (text_field(record, "article"), request_prompt(tokenizer, SUMMARY), highlights) if highlights else None
 
 
 def _asked(

@@ -24,7 +24,7 @@ from dodo.generation import pad_rows
 from dodo.icae import Icae
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
-from dodo.prompts import SHORTEN, chat_turn
+from dodo.prompts import SHORTEN, chat_turn, request_prompt
 from dodo.selection import count_nuggets, stride
 
 __all__ = [
@@ -137,7 +137,7 @@ class Compressed:
         return torch.from_numpy(drawn.random(len(ids), dtype=np.float32))
 
     def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int) -> list[str]:
-        prompts = [chat_turn(self.dodo.tokenizer, request) for request in requests]
+        prompts = [request_prompt(self.dodo.tokenizer, request) for request in requests]
         made = self.dodo.generate(held.what, prompts, max_new_tokens=max_new_tokens)
         return [made] if isinstance(made, str) else made
 
@@ -184,7 +184,7 @@ class Memorized:
 
     def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int) -> list[str]:
         tokenizer = self.dodo.tokenizer
-        turns = [chat_turn(tokenizer, request) for request in requests]
+        turns = [request_prompt(tokenizer, request) for request in requests]
         prompts = [tokenizer(turn, add_special_tokens=False, verbose=False)["input_ids"] for turn in turns]
         return self._texts(self.icae.generate_ids(held.what, prompts, max_new_tokens=max_new_tokens))
 
@@ -342,7 +342,7 @@ class Tuned(Whole):
         super().__init__(dodo, name="theta")
 
     def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int, exactly: bool = False) -> list[str]:
-        turns = self._prompt_ids([chat_turn(self.dodo.tokenizer, request) for request in requests])
+        turns = self._prompt_ids([request_prompt(self.dodo.tokenizer, request) for request in requests])
         documents = [self.dodo.document_ids(text) for text in held.what]
         rows = [[*document, *turn] for document, turn in zip(documents, turns, strict=True)]
         return self._written(rows, max_new_tokens, exactly, THETA)

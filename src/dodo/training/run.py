@@ -164,7 +164,7 @@ def load_for_training(recipe: Recipe) -> Dodo:
         dodo.stamp()
     elif recipe.start is not None:
         _check_start(recipe, dodo)
-        dodo.load_adapters(recipe.start)
+        dodo.load_adapters(recipe.start, ignore_config=True)  # of which `_check_start` has seen to what must agree
     _give_memory(recipe, dodo)
     if running.checkpoint_gradients:
         dodo.compressor.adapters.checkpoint_gradients()
