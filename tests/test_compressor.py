@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dodo.architecture import layer_windows
 from dodo.coverage import prefer_runs
-from dodo.errors import InputError, WindowError
+from dodo.errors import DodoWarning, InputError, WindowError
 from dodo.nuggets import Nuggets
 from tests.conftest import FAMILIES, VOCABULARY, Pair, stir, tokens
 
@@ -354,7 +354,7 @@ def test_segments_equal_a_slow_reference(pair: Maker) -> None:
         ends, begin = [], 0
         while begin < 50:
             inside = [i for i in chosen if begin <= i < min(begin + 17, 50)]
-            begin = min(begin + 17, 50) if begin + 17 >= 50 or not inside else inside[-1] + 1
+            begin = 50 if begin + 17 >= 50 else (inside or [i for i in chosen if i >= begin])[-1] + 1
             ends.append(begin)
         piece_of = torch.tensor([next(p for p, end in enumerate(ends) if i < end) for i in range(50)])
         query, key = torch.arange(50)[:, None], torch.arange(50)[None, :]
@@ -387,6 +387,39 @@ def test_a_text_many_windows_long_stays_within_the_window_in_compact_positions(p
     assert nuggets.k.tolist() == [75]
     assert nuggets.positions[0].tolist() == list(range(75))
     assert nuggets.next_positions.tolist() == [75]
+    assert max(seen) < 256
+
+
+@pytest.mark.parametrize("segment", [257, 2560])
+def test_no_segment_is_longer_than_the_window(pair: Maker, segment: int) -> None:
+    compressor = pair("llama", positions="compact").compressor
+    seen, ids = _record_positions(compressor), tokens(1, 300)
+    with torch.no_grad():
+        compressor.encode(ids, ratio=20, segment=segment)
+        compressor.encode(ids[:, :100], ratio=20, start=200)
+    assert max(seen) < 256
+
+
+def test_a_segment_without_a_nugget_is_read_with_the_next_one(pair: Maker) -> None:
+    compressor = stir(pair("llama", positions="compact").compressor)
+    ids, by = tokens(1, 300), torch.zeros(1, 300)
+    by[0, [0, 20, 190, 299]] = 1.0
+    other = ids.clone()
+    other[0, 100:110] = (other[0, 100:110] + 1) % 90
+    with torch.no_grad():
+        one, two = (compressor.encode(text, nuggets=4, select_by=by, segment=64) for text in (ids, other))
+    assert one.indices[0].tolist() == [0, 20, 190, 299]
+    assert torch.equal(one.keys[..., :2, :], two.keys[..., :2, :])
+    assert (one.keys[1:, ..., 2, :] - two.keys[1:, ..., 2, :]).abs().max() > 1e-3  # the nugget behind what changed
+
+
+def test_tokens_that_no_nugget_can_hold_are_told_of(pair: Maker) -> None:
+    compressor = pair("llama", positions="compact").compressor
+    seen, by = _record_positions(compressor), torch.zeros(1, 700)
+    by[0, [0, 20, 690, 699]] = 1.0
+    with torch.no_grad(), pytest.warns(DodoWarning, match="416 tokens from the 22th on are lost"):
+        nuggets = compressor.encode(tokens(1, 700), nuggets=4, select_by=by)
+    assert nuggets.indices[0].tolist() == [0, 20, 690, 699]
     assert max(seen) < 256
 
 

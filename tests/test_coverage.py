@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from dodo import coverage
 from dodo.coverage import prefer_covering, prefer_runs
-from dodo.selection import select_top_k
+from dodo.selection import prefer_dense, select_top_k
+from tests.conftest import Pair
 
 
 def _chosen(
@@ -118,3 +120,18 @@ def test_long_rows_are_worth_about_as_much_at_a_price(monkeypatch: pytest.Monkey
     assert len(exact) == len(priced) == 40
     best = _worth(costs, tuple(exact), 7.3)
     assert best * 0.99 <= _worth(costs, tuple(priced), 7.3) <= best + 1e-9
+
+
+def test_few_nuggets_of_a_long_text_are_spread_by_density(pair: Callable[..., Pair]) -> None:
+    """Where gaps are long, looking for the best places would take memory by their length."""
+    compressor = pair("llama", selection="coverage", runs=True).compressor
+    scores, real = torch.randn(3, 2000, generator=torch.Generator().manual_seed(1)), torch.ones(3, 2000, dtype=torch.bool)
+    real[1, 100:] = False
+    tracemalloc.start()
+    selection, _ = compressor.select(scores, real, nuggets=4, use="text")
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+    dense = select_top_k(prefer_dense(scores, torch.tensor([4] * 3), real), torch.tensor([4] * 3), real)
+    assert torch.equal(selection.indices[[0, 2]], dense.indices[[0, 2]])
+    alone, _ = compressor.select(scores[1:2, :100], real[1:2, :100], nuggets=4, use="text")
+    assert torch.equal(selection.indices[1], alone.indices[0])  # it is short enough to be looked at closely

@@ -149,6 +149,36 @@ def test_a_saved_file_gives_the_same_nuggets_back(made: Nuggets, tmp_path: Path)
         assert_same(Nuggets.load(tmp_path / name), nuggets)
 
 
+def test_what_happens_to_a_file_later_does_not_reach_loaded_nuggets(made: Nuggets, tmp_path: Path) -> None:
+    path = tmp_path / "a.nuggets"
+    made.save(path)
+    loaded = Nuggets.load(path)
+    with open(path, "r+b") as file:
+        size = path.stat().st_size
+        file.seek(size // 2)
+        file.write(b"\0" * (size // 2))
+        file.flush()
+        assert_same(loaded, made)
+        file.truncate(0)
+    assert_same(loaded, made)
+
+
+def test_one_text_of_several_does_not_hold_the_others(pair: Maker) -> None:
+    with torch.no_grad():
+        several = pair("llama").compressor.encode(tokens(16, 45), ratio=4)
+    one = several[3]
+    assert one.keys.untyped_storage().nbytes() == one.keys.nbytes < several.keys.nbytes / 10
+    assert one[0].keys.data_ptr() == one.keys.data_ptr()  # of one text alone there is nothing to copy
+
+
+@pytest.mark.parametrize("storage", ["float32", "int8", None])
+def test_values_that_are_not_finite_are_refused_in_any_type(made: Nuggets, tmp_path: Path, storage: str | None) -> None:
+    made.values[0, 0, 0, 0, 0] = torch.inf
+    with pytest.raises(InputError, match="values are not all finite"):
+        made.save(tmp_path / "x", storage=storage)  # type: ignore[arg-type]
+    assert not (tmp_path / "x").exists()
+
+
 @pytest.mark.parametrize("storage", ["float16", "bfloat16"])
 def test_half_storage_rounds_once_and_keeps_the_dtype(made: Nuggets, tmp_path: Path, storage: str) -> None:
     made.save(tmp_path / "f", storage=storage)  # type: ignore[arg-type]

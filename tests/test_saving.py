@@ -1,6 +1,8 @@
 """`save_pretrained` and back: everything that was trained, nothing of the base."""
 
 import json
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -274,3 +276,31 @@ def test_the_base_is_byte_identical_after_a_training_step_saving_and_loading(tie
         assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     assert _files(tmp_path / "base") == on_disk
     assert loaded.fingerprint == dodo.fingerprint
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no modes")
+def test_saved_adapters_are_as_readable_as_other_files(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        _trained(tmp_path / "base").save_pretrained(tmp_path / "saved")
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "saved").rglob("*") if path.is_file()} == {0o644}
+
+
+@pytest.mark.parametrize(
+    "other", [{"feature_layer": 1}, {"selection": "density"}, {"keep_first": True}, {"positions": "compact"}]
+)
+def test_adapters_are_not_loaded_into_a_model_of_other_settings(other: dict[str, object], tmp_path: Path) -> None:
+    _trained(tmp_path / "base").save_pretrained(tmp_path / "saved")
+    same = Dodo.from_pretrained(tmp_path / "base", config=small_config())
+    same.load_adapters(tmp_path / "saved")
+    assert same.is_trained
+    differing = Dodo.from_pretrained(tmp_path / "base", config=small_config(**other))
+    before = differing.fingerprint
+    with pytest.raises(InputError, match=next(iter(other))):
+        differing.load_adapters(tmp_path / "saved")
+    assert differing.fingerprint == before
+    save_base(tmp_path / "second", model=tiny_llama(seed=4))
+    with pytest.raises(FingerprintMismatch, match="belong to base weights"):
+        Dodo.from_pretrained(tmp_path / "second", config=small_config()).load_adapters(tmp_path / "saved")

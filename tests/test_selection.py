@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -152,3 +153,11 @@ def test_a_score_that_is_not_finite_is_refused_however_nuggets_are_spread(spread
     values = {"density": prefer_dense, "coverage": covering, "runs": partial(prefer_runs, reach=10.0)}[spread](scores, k, mask)
     with pytest.raises(InputError, match="not finite"):
         select_top_k(values, k, mask)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert count_nuggets(30, ratio=np.float32(10)) == count_nuggets(30, ratio=np.int64(10)) == 3  # type: ignore[arg-type]
+    assert count_nuggets(30, nuggets=np.int64(7)) == 7  # type: ignore[arg-type]
+    for wrong in ("10", np.float32("nan"), True):
+        with pytest.raises(InputError):
+            count_nuggets(30, ratio=wrong)  # type: ignore[arg-type]

@@ -84,9 +84,7 @@ class Adapters:
 
     def __init__(self, base: PreTrainedModel, *, encoder: LoraSettings, decoder: LoraSettings, seed: int = 0) -> None:
         if any(isinstance(module, BaseTunerLayer) for module in base.modules()):
-            raise InputError(
-                "the base has adapters on it already, Dodo's or others of PEFT: merge them into it (merge_and_unload), or load it anew"
-            )
+            raise InputError("the base has adapters on it already: load it anew, or merge them into it first (merge_and_unload)")
         self.base = base
         self.lock = Lock()
         with torch.random.fork_rng(devices=[]), _without_chatter():

@@ -222,9 +222,11 @@ class Compressor(nn.Module):
             return prefer_dense(scores, k, candidates)
         if self.config.selection == "coverage":
             prefer = prefer_runs if self.config.runs and use == "text" else prefer_covering
-            far = candidates.sum(-1) > FARTHEST * k
-            near = prefer(scores, torch.where(far, candidates.sum(-1), k), candidates, reach=self.config.reach)
-            return torch.where(far[:, None], prefer_dense(scores, k, candidates), near) if bool(far.any()) else near
+            near = candidates.sum(-1) <= FARTHEST * k
+            values = prefer_dense(scores, k, candidates)
+            if bool(near.any()):
+                values[near] = prefer(scores[near], k[near], candidates[near], reach=self.config.reach)
+            return values
         return scores
 
     def _encode_piece(
@@ -276,8 +278,8 @@ class Compressor(nn.Module):
                 room = self.window - held if compact else n
                 if lost := max(0, end - begin - room):
                     warnings.warn(
-                        f"{lost:,} tokens from the {begin + 1:,}th on are lost: the base's window does not reach from them to the "
-                        "next nugget; more nuggets keep them",
+                        f"{lost:,} tokens from the {begin + 1:,}th on are lost: the base's window does not reach from them to "
+                        "the next nugget; more nuggets keep them",
                         DodoWarning,
                         stacklevel=2,
                     )

@@ -133,6 +133,15 @@ def test_documents_that_fail_are_named_at_the_end_and_stop_nothing(compress, cor
     assert {row["document"] for row in index(out)} == {*NAMES, "ac.jsonl#2"}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="such names can't be")
+def test_a_name_that_is_no_text_stops_nothing(compress, corpus, out):
+    (corpus / os.fsdecode(b"caf\xe9.txt")).write_text(TEXT[5:], encoding="utf-8")
+    report = compress(corpus)
+    assert report["exit_code"] == 0
+    assert os.fsdecode(b"caf\xe9.txt") in {row["document"] for row in index(out)}
+    assert compress(corpus)["skipped"] == report["documents"]
+
+
 def test_what_is_written_inside_the_input_is_not_read(compress, corpus):
     for into in (corpus / "out", corpus):
         compress(corpus, into=into)
