@@ -16,7 +16,7 @@ from transformers import StoppingCriteria
 
 from dodo.autoregressive import Autoregressive
 from dodo.model import Dodo
-from dodo.prompts import MESSAGE, check_whole, end_of_turn, first_turn, next_turn, turn_ids
+from dodo.prompts import MESSAGE, check_whole, first_turn, next_turn, turn_ids
 from dodo.streaming import StreamingCache, settings_of
 
 __all__ = ["Chat"]
@@ -41,13 +41,13 @@ class Chat:
     def __init__(self, dodo: Dodo, lm: Autoregressive | None = None, *, system: str | None = None) -> None:
         check_whole(system or "", "the system message")
         first_turn(dodo.tokenizer, MESSAGE, system=system)
+        next_turn(dodo.tokenizer, MESSAGE)
         self.cache = StreamingCache(lm or dodo.autoregressive())
         self.complete = True
         self._dodo = dodo
         self._system = system
         self._unread: list[int] = []  # tokens of the conversation that are not in the cache
-        known = dodo.compressor.base.generation_config.eos_token_id
-        self._ends = {*(known if isinstance(known, list) else [known]), end_of_turn(dodo.tokenizer)} - {None}
+        self._ends = dodo.answer_ends
 
     def reply(self, message: str, *, max_new_tokens: int = 256, **generation: Any) -> Generator[str, None, None]:
         """Answer a message, piece by piece as the text comes. Closing the iterator ends the reply; the next turn follows it.
@@ -63,7 +63,7 @@ class Chat:
         settings_of(self.cache.lm, max_new_tokens, 0, generation)
         ids, before = self._turn(message), self.cache.tokens
         last = _Last()
-        settings = {"eos_token_id": sorted(self._ends)} if self._ends else {}
+        settings = {"eos_token_id": self._ends} if self._ends else {}
         generation["stopping_criteria"] = [*generation.get("stopping_criteria", ()), last]
         pieces = self._dodo.stream_text(ids, cache=self.cache, max_new_tokens=max_new_tokens, **{**settings, **generation})
         try:

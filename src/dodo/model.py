@@ -35,7 +35,7 @@ from dodo.errors import DodoWarning, FingerprintMismatch, InputError
 from dodo.generation import generate_ids, pad_rows
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.pieces import Pieces
-from dodo.prompts import MESSAGE, check_whole, question_prompt, turn_ids
+from dodo.prompts import MESSAGE, check_whole, ends_of_turn, question_prompt, turn_ids
 from dodo.selection import count_nuggets
 from dodo.streaming import StreamingCache
 from dodo.thresholds import Pace, Thresholds
@@ -263,8 +263,18 @@ class Dodo:
         if not questions:
             raise InputError("the question is empty")
         rows = [self.question_ids(q) for q in questions]
+        if self.answer_ends:
+            generation.setdefault("eos_token_id", self.answer_ends)
         new = self.generate_ids(nuggets, rows, max_new_tokens=max_new_tokens, **generation)
         return self._texts(new, single=isinstance(question, str))
+
+    @property
+    def answer_ends(self) -> list[int]:
+        """Tokens that end an answer: the base's own, and what its chat template ends a reply with."""
+        own: int | list[int] | None = self.compressor.base.generation_config.eos_token_id
+        known = set(own if isinstance(own, list) else [] if own is None else [own])
+        with self._tokenizing:
+            return sorted(known | ends_of_turn(self.tokenizer))
 
     def question_ids(self, question: str) -> list[int]:
         """Token ids of what the decoder is asked about a compressed text; names of special tokens in the question are text.

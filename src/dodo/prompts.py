@@ -4,6 +4,9 @@ Paper: Appendix D. There the prompts stand inside LLaMA-2's [INST] marks; here t
 place where it has one. The document itself is compressed, so a decoder prompt holds what follows it.
 """
 
+import re
+from collections.abc import Callable, Sequence
+
 from transformers import PreTrainedTokenizerBase
 
 from dodo.errors import InputError
@@ -15,7 +18,9 @@ __all__ = [
     "SUMMARY",
     "chat_turn",
     "check_whole",
+    "conversation_ids",
     "end_of_turn",
+    "ends_of_turn",
     "first_turn",
     "next_turn",
     "question_prompt",
@@ -114,6 +119,48 @@ def turn_ids(tokenizer: PreTrainedTokenizerBase, turn: str, message: str) -> lis
     return ids(before) + plain + ids(behind)
 
 
+def conversation_ids(
+    tokenizer: PreTrainedTokenizerBase, rendered: Callable[[Sequence[str]], str], messages: Sequence[str]
+) -> list[int]:
+    """Token ids of a conversation in which names of special tokens in the messages are text.
+
+    Args:
+        rendered: the conversation's text with messages in their places.
+        messages: those with such names are tokenised by themselves, others in one piece with what is around them.
+
+    Raises:
+        InputError: the template does not show messages as they are, or one has half a character in it.
+    """
+
+    def ids(text: str, *, literal: bool = False) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, split_special_tokens=literal, verbose=False)["input_ids"])
+
+    for message in messages:
+        check_whole(message, "a message")
+    whole = rendered(messages)
+    marks = {
+        f"\ue000{i}\ue000": text for i, text in enumerate(messages) if "\ue000" in text or ids(text) != ids(text, literal=True)
+    }
+    if not marks:
+        return ids(whole)
+    named = {mark[1:-1]: mark for mark in marks}
+    marked = rendered([named.get(str(i), text) for i, text in enumerate(messages)])
+    found: list[int] = []
+    seen: set[str] = set()
+    for part in re.split("(\ue000[0-9]+\ue000)", marked):
+        if part in marks:
+            seen.add(part)
+            text = marks[part]
+            found += ids(text if text in whole else text.strip(), literal=True)
+        elif part:
+            found += ids(part)
+    if seen != marks.keys():
+        raise InputError(
+            "the base's chat template does not show messages as they are, so none with names of special tokens fits in"
+        )
+    return found
+
+
 def check_whole(text: str, what: str) -> None:
     """Refuse lone surrogates, which JSON can bring in and no tokenizer takes.
 
@@ -136,6 +183,15 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     ids = tokenizer(_behind_reply(tokenizer, []), add_special_tokens=False)["input_ids"]
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return next((i for i in ids if i in special), None)
+
+
+def ends_of_turn(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The same where there may be no chat template, or one that does not show replies: then none."""
+    try:
+        end = end_of_turn(tokenizer)
+    except InputError:
+        return frozenset()
+    return frozenset() if end is None else frozenset({end})
 
 
 def _behind_reply(tokenizer: PreTrainedTokenizerBase, more: list[dict[str, str]]) -> str:

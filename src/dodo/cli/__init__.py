@@ -5,6 +5,7 @@ stands, 130 interrupted. Each verb is a module of this package and is imported w
 nothing here imports torch or transformers.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -119,6 +120,8 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    if os.name == "nt" and not sys.stdout.isatty() and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(encoding="utf-8")  # files and pipes would get the machine's own, which has few letters
     dodo.main(prog_name="dodo")
     raise AssertionError("unreachable")
 

@@ -33,7 +33,8 @@ def run(
     model: str,
     device: str | None,
     dtype: str,
-    max_new_tokens: Callable[["Nuggets"], int],
+    asked: int | None,
+    most: Callable[["Nuggets"], int],
     sampling: Sampling,
     trust: bool,
     as_json: bool,
@@ -45,6 +46,8 @@ def run(
         key: of the text in the JSON.
         prompt: what the model is told after the nuggets; None asks for reconstruction.
         details: more of the JSON.
+        asked: --max-new-tokens.
+        most: new tokens where it is not given; fewer where the base's window has no room for them.
         use: what a text is compressed for; nuggets that were chosen for another give a note.
         trust: use nuggets of another fingerprint.
 
@@ -61,7 +64,10 @@ def run(
     began = time.perf_counter()
     first: float | None = None
     pieces = []
-    stream = dodo.stream(made, prompt(dodo), max_new_tokens=max_new_tokens(made), **sampling.settings())
+    ids = prompt(dodo)
+    made, new = fitted(dodo, made, 1 if ids is None else len(ids), asked, most(made))
+    ends = {} if ids is None or not dodo.answer_ends else {"eos_token_id": dodo.answer_ends}
+    stream = dodo.stream(made, ids, max_new_tokens=new, **ends, **sampling.settings())
     try:
         with closing(stream):  # a reader that hangs up, or Ctrl-C, ends the generation too
             for piece in filter(None, stream):
@@ -70,7 +76,7 @@ def run(
                 if not as_json:
                     click.echo(piece, nl=False)
     except WindowError as error:
-        hint = "lower --max-new-tokens, or compress the text with --positions compact"
+        hint = "lower --max-new-tokens, or compress the text more"
         raise WindowError(f"{str(error).rpartition('; ')[0]}; {hint}") from None
     text = "".join(pieces)
     seconds = {"load": loading, **before, "first_piece": first or 0.0, key: time.perf_counter() - began}
@@ -95,3 +101,17 @@ def run(
     click.echo()
     if not text.strip():
         note("the model ended at once and said nothing")
+
+
+def fitted(dodo: "Dodo", made: "Nuggets", prompt: int, asked: int | None, most: int) -> tuple["Nuggets", int]:
+    """Nuggets and a number of new tokens for which the base's window has room: at compact positions where they need it.
+
+    Args:
+        prompt: its tokens.
+        asked: new tokens, if they were asked for; otherwise there are `most`, or as many as there is room for.
+    """
+    window = dodo.compressor.window
+    if int(made.next_positions) + prompt + (asked or most) > window:
+        made = made.compact()
+    room = window - int(made.next_positions) - prompt
+    return made, asked or max(1, min(most, room))

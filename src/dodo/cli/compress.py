@@ -74,10 +74,11 @@ def command(
     reached, bytes held against those of the full cache, the file's size, and seconds.
     """
     check_selection(ratio, nuggets)
-    if output is None:
-        if file == "-":
-            raise click.UsageError("--output: is needed when the text comes from standard input; add -o F.nuggets")
-        output = Path(file).with_suffix(".nuggets")
+    if output is None and file == "-":
+        raise click.UsageError("--output: is needed when the text comes from standard input; add -o F.nuggets")
+    if output is None and not Path(file).name:
+        raise click.UsageError(f"FILE {file!r}: is no name of a text file")
+    output = Path(file).with_suffix(".nuggets") if output is None else output
     if file != "-" and output.exists() and Path(file).exists() and output.samefile(file):
         raise click.UsageError(f"--output {output}: is the input itself; choose another name")
     text = read_text(file)

@@ -165,6 +165,7 @@ def command(
     if method in ("dodo", "threshold", "top-k", "stride", "random", "compressive", "theta"):
         note_fresh(dodo)
     used = ratio if ratio is not None else 10.0 if of_language_models else dodo.config.ratio
+    named = out is not None
     out = out or Path("results") / _name(task, method, None if method in WITHOUT_RATIO else used, data, model)
     states = states or (1024,) * (task == "endless")
     given: dict[str, Any] = {"lengths": lengths, "states": states, "share": share, "segment": segment}
@@ -185,6 +186,7 @@ def command(
             model=model,
             command=shlex.join(["dodo", *sys.argv[1:]]),
             peers_python=peers_python,
+            replace=named,
             progress=progress,
         )
     if as_json:
@@ -235,7 +237,7 @@ def _check(
 
 
 def _name(task: str, method: str, ratio: float | None, data: tuple[str, ...], model: str) -> str:
-    """A record's file: what would be measured anew has the same."""
+    """A record's file: what would be measured anew has the same. What it leaves out is looked at before it is replaced."""
     folder = Path(model)
     of_what = [
         Path(data[0]).name.split(".")[0].strip("*") or "all",

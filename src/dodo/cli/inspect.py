@@ -60,6 +60,8 @@ def command(
     check_selection(ratio, nuggets)
     text = read_text(file)
     outputs = {flag: path for flag, path in (("--html", html), ("--png", png)) if path is not None}
+    if html is not None and png is not None and html.resolve() == png.resolve():
+        raise click.UsageError(f"--png {png}: is where the page goes already; choose another name")
     for flag, path in outputs.items():
         check_output(path, flag=flag, force=force)
         if path.exists() and file != "-" and path.samefile(file):

@@ -6,6 +6,7 @@ from typing import Literal
 import click
 
 from dodo.cli.options import DEFAULT_MODEL, json_option
+from dodo.cli.sources import check_output
 from dodo.cli.terminal import echo_json, silence_libraries, table
 
 __all__ = ["command"]
@@ -40,6 +41,7 @@ Examples:
     "--minimum", type=click.IntRange(min=1), default=16, show_default=True, help="Leave out shorter documents, in tokens."
 )
 @click.option("--tokens", type=click.IntRange(min=1), help="Stop with the document that completes so many tokens. Default: all.")
+@click.option("--force", "-f", is_flag=True, help="Replace the shard if it exists.")
 @json_option
 def command(
     sources: tuple[str, ...],
@@ -49,11 +51,14 @@ def command(
     any_licence: bool,
     minimum: int,
     tokens: int | None,
+    force: bool,
     as_json: bool,
 ) -> None:
     """Read SOURCES (JSONL, JSONL.xz, text, parquet, 'hf:' ids), tokenise them, and write one shard."""
     if out.suffix != ".safetensors":
         raise click.UsageError(f"--out {out}: a shard's name must end in .safetensors")
+    if out.exists():
+        check_output(out, flag="--out", force=force)
     from dodo.base import load_base
     from dodo.data.shards import prepare
 

@@ -172,8 +172,8 @@ def _say_where(settings: "Settings", host: str, port: int, as_json: bool) -> Non
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{port}"
     if as_json:
-        echo_json({"address": address, "model": settings.model, "store": str(settings.store)})
-    note(f"serving {settings.model} at {address} (contexts in {settings.store}); Ctrl-C ends it")
+        echo_json({"address": address, "model": settings.name, "store": str(settings.store)})
+    note(f"serving {settings.name} at {address} (contexts in {settings.store}); Ctrl-C ends it")
 
 
 def _default_store() -> Path:

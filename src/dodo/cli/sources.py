@@ -93,6 +93,8 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def _read(name: str) -> bytes:
     if name == "-":
+        if sys.stdin is None:
+            raise click.UsageError("FILE -: there is no standard input; give the name of a file")
         if sys.stdin.isatty():
             click.echo("reading the text from the terminal; end it with Ctrl-D", err=True)
         return sys.stdin.buffer.read()

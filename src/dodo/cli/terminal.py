@@ -27,7 +27,8 @@ def warn(message: str) -> None:
 
 def echo_json(result: Any) -> None:
     """Print a result for machines."""
-    click.echo(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False))
+    whole = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "") == "utf8"
+    click.echo(json.dumps(result, indent=2, ensure_ascii=not whole, allow_nan=False))
 
 
 def table(rows: list[tuple[str, str]]) -> str:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dodo.data.reading import answers_field, permits_commercial_use, read_records, resolve, text_field
 from dodo.errors import InputError
+from dodo.files import for_all_to_read
 from dodo.fingerprint import of_tokenizer
 from dodo.prompts import SUMMARY, question_prompt, request_prompt
 
@@ -242,4 +243,5 @@ def _write(shard: Shard, out: Path, tokenizer: PreTrainedTokenizerBase, sources:
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(out.name + ".part")
     save_file(arrays, part, metadata={"dodo_shard": json.dumps(about)})
+    for_all_to_read(part)
     part.replace(out)

@@ -138,7 +138,8 @@ class Compressed:
 
     def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int) -> list[str]:
         prompts = [request_prompt(self.dodo.tokenizer, request) for request in requests]
-        made = self.dodo.generate(held.what, prompts, max_new_tokens=max_new_tokens)
+        ends = {"eos_token_id": self.dodo.answer_ends} if self.dodo.answer_ends else {}
+        made = self.dodo.generate(held.what, prompts, max_new_tokens=max_new_tokens, **ends)
         return [made] if isinstance(made, str) else made
 
     def rebuild(self, held: Held) -> list[str]:

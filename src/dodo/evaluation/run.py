@@ -50,6 +50,7 @@ def evaluate(
     model: str = "",
     command: str = "",
     peers_python: Path | None = None,
+    replace: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Measure one method on one task, and write the record.
@@ -75,10 +76,11 @@ def evaluate(
         model: the adapters' name or folder, for the record.
         command: what a person types to do it again.
         peers_python: of the environment that peers run in; see `peers.find_python`.
+        replace: a record of another question that stands at `out`; one of the same question is always replaced.
         progress: told the items done and the items in all.
 
     Raises:
-        InputError: no such task or method, or data that is not of the task.
+        InputError: no such task or method, data that is not of the task, or a record that is not to be replaced.
     """
     if task not in (every := (*TASKS, Highlight.name, OptimalSelection.name, Efficiency.name, Perplexity.name, Endless.name)):
         raise InputError(f"there is no task {task!r}; tasks are {', '.join(every)}")
@@ -134,6 +136,8 @@ def evaluate(
     if task == Endless.name:
         settings |= {"states": None if method == "full" else states[-1], "keep_first": dodo.config.keep_first}
         settings |= {"share of whole tokens": share if method == "dodo" else None}
+    if not replace:
+        _refuse_another(out, settings)
     part = out.with_suffix(".part.jsonl")
     made, seconds = _done_before(part, settings)
     if task in (Efficiency.name, OptimalSelection.name):  # an item takes minutes
@@ -167,6 +171,19 @@ def evaluate(
     write_json(out, record)
     part.unlink(missing_ok=True)
     return record
+
+
+def _refuse_another(out: Path, settings: dict[str, Any]) -> None:
+    """A record's usual name does not say everything that was asked; what it leaves out must not differ."""
+    if not out.is_file():
+        return
+    before = json.loads(out.read_text(encoding="utf-8"))["settings"]
+    for name in ("data", "lengths", "limit", "seed", "states", "segment", "share of whole tokens"):
+        if name in before and before[name] != settings.get(name):
+            one, two = before[name], settings.get(name)
+            raise InputError(
+                f"{out} is of a measurement with {name} {one}, not {two}; give this one a name of its own with --out"
+            )
 
 
 def _name_of(model: str) -> str | None:

@@ -18,6 +18,10 @@ from dodo.serving.request import Piece, Request
 __all__ = ["Answer", "IncrementalText", "StopTexts"]
 
 
+COLDEST = 1e-5
+"""Temperature below which the likeliest token is taken: divided by less, logits are no numbers any more."""
+
+
 class Answer:
     """What a request has brought so far.
 
@@ -28,10 +32,12 @@ class Answer:
     """
 
     def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> None:
-        self._request, self._ends, self._tokens = request, ends, 0
-        self._text, self._stops = IncrementalText(tokenizer), StopTexts(request.stop)
+        self._request, self._ends, self._tokens = request, frozenset(ends) | request.ends, 0
+        behind = request.input_ids[-1] if request.goes_on and request.input_ids else None
+        self._text, self._stops = IncrementalText(tokenizer, behind=behind), StopTexts(request.stop)
         self._warpers: list[Any] = []
-        if request.temperature not in (0, 1):
+        self._greedy = request.temperature < COLDEST
+        if not self._greedy and request.temperature != 1:
             self._warpers.append(TemperatureLogitsWarper(float(request.temperature)))
         if request.top_p < 1:
             self._warpers.append(TopPLogitsWarper(float(request.top_p)))
@@ -66,7 +72,7 @@ class Answer:
         return token, Piece(token, text, float(logprobs[token]), top, finish)
 
     def _choose(self, logits: Tensor) -> int:
-        if self._request.temperature == 0:
+        if self._greedy:
             return int(logits.argmax())
         scores = logits[None].cpu()
         for warper in self._warpers:
@@ -78,13 +84,22 @@ class IncrementalText:
     """The text of a growing list of tokens, in complete characters.
 
     Joined, the pieces are the tokens' text, special tokens left out, but for an incomplete character at its end.
+
+    Args:
+        tokenizer: which decodes.
+        behind: the token that the text goes on behind: some tokenizers leave out a text's first space. None: a text of its own.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, behind: int | None = None) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._start = self._read = 0  # decoded are the tokens from `_start`; those up to `_read` are context, and known
-        self._known = 0  # characters of that which have been given
+        self._ids: list[int] = [] if behind is None else [behind]
+        self._start, self._read = (
+            0,
+            len(self._ids),
+        )  # decoded are the tokens from `_start`; to `_read` they are context, and known
+        self._known = len(self._decode(0))  # characters of that which have been given
+        if self._known and self._decode(0).endswith("\ufffd"):  # half a character
+            self._ids, self._read, self._known = [], 0, 0
 
     def push(self, token: int) -> str:
         """What is certain with one token more, and was not before."""

@@ -32,18 +32,12 @@ class Answers:
         seconds: until when all must be answered.
 
     Raises:
-        InputError, WindowError, FingerprintMismatch, QueueFull, EngineClosed: see `Engine.submit`.
+        InputError, WindowError, FingerprintMismatch, QueueFull, EngineClosed: see `Engine.submit_all`.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request], *, seconds: float) -> None:
         self._deadline = asyncio.get_running_loop().time() + seconds
-        self._tickets: list[Ticket] = []
-        try:
-            for request in requests:
-                self._tickets.append(engine.submit(request))
-        except BaseException:
-            self.cancel()
-            raise
+        self._tickets: list[Ticket] = engine.submit_all(requests)
 
     def cancel(self) -> None:
         """Free what is still being answered; what is done stays done."""

@@ -38,11 +38,14 @@ class Prepared:
     nuggets: what the prompts stand behind.
     prompts: token ids; None asks for the text of the nuggets.
     tokens: of an answer, where the request does not say.
+    ends, goes_on: see `request.Request`.
     """
 
     nuggets: Nuggets | None
     prompts: Sequence[Sequence[int] | None]
     tokens: int
+    ends: frozenset[int] = frozenset()
+    goes_on: bool = False
 
 
 @router.post("/chat/completions", responses=_STREAM)
@@ -58,13 +61,14 @@ async def chat(asked: ChatRequest, request: Request, service: Asked) -> Response
         nuggets = await joined(service, asked.context_ids, conversation.nuggets)
         over = nuggets is not None
         ids = await asyncio.to_thread(service.prompting.conversation, conversation.turns, over_contexts=over)
-        return Prepared(nuggets, [ids], CHAT_TOKENS)
+        return Prepared(nuggets, [ids], CHAT_TOKENS, ends=service.prompting.ends)
 
     service.check_model(asked.model)
     top = (asked.top_logprobs or 0) if asked.logprobs else None
     wanted = asked.max_completion_tokens or asked.max_tokens
+    limit = "max_completion_tokens" if asked.max_completion_tokens else "max_tokens"
     form = ChatFormat(service.prompting.token)
-    return await respond(request, service, asked, prepare, form, wanted=wanted, top=top)
+    return await respond(request, service, asked, prepare, form, wanted=wanted, top=top, limit=limit)
 
 
 @router.post("/completions", responses=_STREAM)
@@ -75,7 +79,7 @@ async def complete(asked: CompletionRequest, request: Request, service: Asked) -
         nuggets = await joined(service, asked.context_ids, ())
         tokens = service.prompting.document if nuggets is None else service.prompting.continuation
         rows = [p if isinstance(p, list) else await asyncio.to_thread(tokens, _filled(p)) for p in asked.prompts]
-        return Prepared(nuggets, rows, TEXT_TOKENS)
+        return Prepared(nuggets, rows, TEXT_TOKENS, goes_on=True)
 
     service.check_model(asked.model)
     form = TextFormat(service.prompting.token)
@@ -113,6 +117,7 @@ async def respond(
     *,
     wanted: int | None,
     top: int | None,
+    limit: str = "max_tokens",
 ) -> Response:
     """Answer a request, whole or as a stream.
 
@@ -122,6 +127,7 @@ async def respond(
         form: how the answer is written.
         wanted: tokens of each answer, if the request says so.
         top: so many of the likeliest tokens with each token; None: none.
+        limit: the field that says how many are wanted.
 
     Raises:
         ApiError: more tokens or answers than the server gives.
@@ -129,7 +135,7 @@ async def respond(
     settings = service.settings
     deadline = time.monotonic() + settings.timeout
     if wanted is not None and wanted > settings.max_new_tokens:
-        raise ApiError(400, f"answers have {settings.max_new_tokens:,} tokens at most here", code="bad_input", param="max_tokens")
+        raise ApiError(400, f"answers have {settings.max_new_tokens:,} tokens at most here", code="bad_input", param=limit)
 
     async def begin() -> tuple[Answers, Usage]:
         async with asyncio.timeout(settings.timeout):
@@ -155,6 +161,8 @@ async def respond(
                 seed=None if asked.seed is None else asked.seed + copy,
                 stop=asked.stops,
                 top_logprobs=top,
+                ends=prepared.ends,
+                goes_on=prepared.goes_on,
             )
             for row in rows
             for copy in range(copies)

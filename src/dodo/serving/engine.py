@@ -16,7 +16,7 @@ While an engine runs, nothing else may run its model: go through `Engine.run`.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
@@ -113,16 +113,26 @@ class Engine:
             QueueFull: too many are waiting.
             EngineClosed: after `close`.
         """
-        self._check(request)
-        ticket = Ticket(request, when_cancelled=self._give_up)
+        return self.submit_all([request])[0]
+
+    def submit_all(self, requests: Sequence[Request]) -> list[Ticket]:
+        """Put requests that belong together in the queue: all of them or none. They may be more than the queue has places, so
+        long as there is one before them.
+
+        Raises:
+            As `submit`.
+        """
+        for request in requests:
+            self._check(request)
+        tickets = [Ticket(request, when_cancelled=self._give_up) for request in requests]
         with self._changed:
             self.check_open()
             if len(self._waiting) >= self._max_queue:
                 running = max(1, self.stats().running)  # of these, one is done in so many seconds
                 raise QueueFull(len(self._waiting), retry_after=max(1.0, self._seconds / running))
-            self._waiting.append(ticket)
+            self._waiting.extend(tickets)
             self._changed.notify()
-        return ticket
+        return tickets
 
     def run(self, function: Callable[..., Any], *args: Any) -> "Future[Any]":
         """Call a function that uses the model, on the model's thread, between tokens.

@@ -6,8 +6,9 @@ A file is known by its contents where these say what it is, otherwise by its nam
 import io
 import mimetypes
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import PurePath
+from typing import Any
 
 from dodo.errors import InputError, UnsupportedFileError
 
@@ -40,6 +41,7 @@ def extract(data: bytes, name: str) -> str:
         InputError: damaged, locked, not UTF-8, or without any text.
     """
     text = _reader(data, name)(data).replace("\0", "").strip()
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # halves of characters, which some PDFs map to
     if not text:
         raise InputError(f"there is no text in {_shown(name)}; pages that are pictures need text recognition first")
     return text
@@ -102,7 +104,6 @@ def _pdf(data: bytes) -> str:
 
 def _docx(data: bytes) -> str:
     from docx import Document
-    from docx.table import Table
 
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -110,17 +111,26 @@ def _docx(data: bytes) -> str:
                 raise UnsupportedFileError(f"the file is an archive, not a Word document; send one of {KINDS}")
             if sum(part.file_size for part in archive.infolist()) > _LARGEST_UNPACKED:
                 raise InputError("the Word file unpacks to too much; send its text instead")
-        lines: list[str] = []
-        for block in Document(io.BytesIO(data)).iter_inner_content():
-            if isinstance(block, Table):
-                lines += ["\t".join(cell.text for cell in row.cells) for row in block.rows]
-            else:
-                lines.append(block.text)
-        return "\n".join(lines)
+        return "\n".join(_lines(Document(io.BytesIO(data))))
     except InputError:
         raise
     except Exception as error:  # zipfile, lxml and python-docx each have their own
         raise InputError(f"the Word file is damaged: {error!r}") from None
+
+
+def _lines(within: Any) -> Iterator[str]:
+    """Of a Word document, or of a table's cell: paragraphs, and rows of tables."""
+    from docx.table import Table
+
+    for block in within.iter_inner_content():
+        if not isinstance(block, Table):
+            yield block.text
+            continue
+        seen: set[Any] = set()  # cells that are merged come once for each place that they take
+        for row in block.rows:
+            cells = [cell for cell in row.cells if cell._tc not in seen and not seen.add(cell._tc)]  # type: ignore[func-returns-value]
+            if cells:
+                yield "\t".join(" ".join(filter(None, _lines(cell))) for cell in cells)
 
 
 def _shown(name: str) -> str:

@@ -22,6 +22,7 @@ from dodo.errors import (
     StoreFull,
     UnknownContext,
     UnsupportedFileError,
+    WindowError,
 )
 from dodo.serving.answers import HungUp
 from dodo.serving.intake import TooLong
@@ -36,6 +37,7 @@ _KINDS: tuple[tuple[type[Exception], int, str], ...] = (
     (TooLong, 413, "text_too_long"),
     (UnsupportedFileError, 415, "unsupported_type"),
     (NuggetsFileError, 400, "bad_nuggets_file"),
+    (WindowError, 400, "context_length_exceeded"),
     (InputError, 400, "bad_input"),
     (QueueFull, 429, "queue_full"),
     (EngineClosed, 503, "shutting_down"),
@@ -96,7 +98,11 @@ def failure(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         if isinstance(error, kind):
             if isinstance(error, QueueFull):
                 headers = {"Retry-After": str(math.ceil(error.retry_after))}
+            if isinstance(error, FingerprintMismatch | StoreDamaged | StoreFull | TimeoutError):
+                headers = {"x-should-retry": "false"}  # OpenAI's clients ask again otherwise, which helps with none of these
             message = str(error) or "the request took longer than this server allows; ask for less"
+            if isinstance(error, WindowError):
+                message = f"{message.rpartition(';')[0] or message}; ask for fewer new tokens, or compress the text more"
             param = "context_ids" if isinstance(error, UnknownContext) else None
             return status, _body(status, message, code, param), headers
     log.error("request failed", exc_info=error)
@@ -126,11 +132,13 @@ def _body(status: int, message: str, code: str | None, param: str | None) -> dic
 
 def _first(errors: Sequence[Any]) -> tuple[str, str | None]:
     """What is wrong with the first bad field, and its name as in messages[0].role."""
-    error = errors[0]
+    first = errors[0]["loc"][:2]  # of a field that takes several types, what is wrong with the one that fits best
+    error = max((e for e in errors if e["loc"][:2] == first), key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     if error["type"] == "json_invalid":
         place = error["loc"][-1] if error["loc"] else 0
         return f"the body is not JSON: {error.get('ctx', {}).get('error', error['msg'])} at character {place}", "body"
-    path = [part for part in error["loc"] if part not in ("body", "query", "path")]
+    path = [*error["loc"][error["loc"][:1] in (("body",), ("query",), ("path",)) :]]
+    path = [part for part in path if isinstance(part, int) or (part != "str" and "[" not in part)]  # or the name of a type
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     if error["type"] == "extra_forbidden":
         return f"{name} is not supported by this server; leave it out", name

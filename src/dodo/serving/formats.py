@@ -135,7 +135,10 @@ class TextFormat:
             tokens.append(self._token(piece.token_id))
             offsets.append(at)
             values.append(piece.logprob)
-            tops.append({self._token(token): logprob for token, logprob in piece.top or ()})
+            best: dict[str, float] = {}
+            for token, logprob in piece.top or ():  # best first; tokens of the same text are one entry
+                best.setdefault(self._token(token), logprob)
+            tops.append(best)
         logprobs = {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets} if tokens else None
         text = "".join(piece.text for piece in pieces)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": pieces[-1].finish}

@@ -14,6 +14,7 @@ from dodo.errors import FingerprintMismatch, InputError, NuggetsFileError, Queue
 from dodo.inspection import Placed
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
+from dodo.prompts import check_whole
 from dodo.serving.engine import Engine
 from dodo.serving.held import Held
 from dodo.serving.progress import reporting
@@ -108,6 +109,7 @@ class Intake:
             InputError: an empty text, or a tokenizer that can't say where its tokens stand.
             TooLong, QueueFull: see `document`.
         """
+        check_whole(text, "the text")
         key = f"{use} {hashlib.sha256(text.encode()).hexdigest()}"
         if (known := self._scored.get(key)) is not None:
             return known
@@ -149,9 +151,8 @@ class Intake:
         return await asyncio.to_thread(self._read, data)
 
     def _read(self, data: bytes) -> Nuggets:
-        path = self._store.temporary()
+        path = self._store.put_down(data)
         try:
-            path.write_bytes(data)
             nuggets = Nuggets.load(path)
         except NuggetsFileError as error:
             raise NuggetsFileError(str(error).replace(str(path), "the file")) from None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dodo.errors import InputError
 from dodo.inspection import Placed, place_tokens
 from dodo.model import Dodo
-from dodo.prompts import QUESTION
+from dodo.prompts import QUESTION, check_whole, conversation_ids, ends_of_turn, without_bos
 
 __all__ = ["Prompting", "Turn"]
 
@@ -26,12 +26,17 @@ class Prompting:
 
     Args:
         dodo: whose tokenizer and settings are used.
+
+    Attributes:
+        ends: tokens that end a reply of a chat.
     """
 
     def __init__(self, dodo: Dodo) -> None:
         self._dodo = copy.copy(dodo)
         self._dodo.tokenizer = copy.deepcopy(dodo.tokenizer)
         self._decoder = copy.deepcopy(dodo.tokenizer)  # never changed, so that a chunk need not wait for a long text
+        self._anchor: int = self._decoder("a", add_special_tokens=False)["input_ids"][-1]  # some tokens lose a space if first
+        self.ends = ends_of_turn(dodo.tokenizer)
         self._guard = threading.Lock()
 
     def document(self, text: str) -> list[int]:
@@ -53,7 +58,12 @@ class Prompting:
             return place_tokens(self._dodo, text)
 
     def continuation(self, text: str) -> list[int]:
-        """Token ids of a prompt behind contexts; names of special tokens in it are text."""
+        """Token ids of a prompt behind contexts; names of special tokens in it are text.
+
+        Raises:
+            InputError: it has half a character in it.
+        """
+        check_whole(text, "the prompt")
         with self._guard:
             return list(
                 self._dodo.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
@@ -63,26 +73,34 @@ class Prompting:
         """Token ids of a conversation, up to where the reply begins.
 
         Args:
-            turns: oldest first.
+            turns: oldest first; names of special tokens in them are text.
             over_contexts: the last request is put in the paper's words for a question about the document, and stands behind it.
 
         Raises:
-            InputError: nothing is asked, or the chat template can't show the conversation.
+            InputError: nothing is asked, a message has half a character in it, or the chat template can't show the conversation.
         """
         (role, request), before = turns[-1], turns[:-1]
         if not request.strip():
             raise InputError("the last message is empty: nothing is asked")
         if over_contexts and role == "user":
             request = QUESTION.format(question=request.strip())
-        text = self._rendered([*before, (role, request)])
+        roles, texts = zip(*before, (role, request), strict=True)
+
+        def rendered(messages: Sequence[str]) -> str:
+            text = self._rendered([*zip(roles, messages, strict=True)])
+            return without_bos(self._dodo.tokenizer, text) if over_contexts else text
+
         with self._guard:
-            if over_contexts:
-                return list(self._dodo.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-            return self._dodo.document_ids(text, literal=False)
+            ids = conversation_ids(self._dodo.tokenizer, rendered, texts)
+            return ids if over_contexts else self._dodo.with_bos(ids)
 
     def token(self, token_id: int) -> str:
-        """The text of a token by itself. Waits for nobody."""
-        return str(self._decoder.decode([token_id], clean_up_tokenization_spaces=False))
+        """The text of a token, as it is behind others. Waits for nobody."""
+        before, both = (self._decoded(ids) for ids in ([self._anchor], [self._anchor, token_id]))
+        return both[len(before) :] if both.startswith(before) else self._decoded([token_id])
+
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self._decoder.decode(ids, clean_up_tokenization_spaces=False))
 
     def _rendered(self, turns: Sequence[Turn]) -> str:
         from jinja2 import TemplateError

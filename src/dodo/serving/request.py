@@ -27,6 +27,8 @@ class Request:
     seed: the same seed gives the same answer, whatever else runs; None: another one each time.
     stop: texts that end the answer; none of them is in it.
     top_logprobs: so many of the most likely tokens with each token; None: no log probabilities at all.
+    ends: more tokens that end the answer, beside the base's.
+    goes_on: the answer goes on with the prompt's text, whose last word and the answer's first may have a space between them.
 
     Raises:
         InputError: a value is out of range.
@@ -40,6 +42,8 @@ class Request:
     seed: int | None = None
     stop: Sequence[str] = ()
     top_logprobs: int | None = None
+    ends: frozenset[int] = frozenset()
+    goes_on: bool = False
 
     def __post_init__(self) -> None:
         if self.nuggets is not None and self.nuggets.batch_size != 1:

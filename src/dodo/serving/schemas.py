@@ -35,6 +35,14 @@ Zero = Annotated[float, Field(ge=0, le=0, description="Only 0: there are no pena
 class _Asked(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _said(cls, data: Any) -> Any:
+        """OpenAI's clients send back what they were given, and an unknown field that is null says nothing."""
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None or name in cls.model_fields}
+
 
 class DocumentRequest(_Asked):
     """A text, how much of it to keep, and for what. Neither ratio nor nuggets: the model's ratio.

@@ -1,7 +1,6 @@
 """What the routes share: one model, its engine, its store."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -53,9 +52,8 @@ class Service:
 
     @property
     def model(self) -> str:
-        """The model's name in the API: as it was asked for, a folder by its last part."""
-        name = self.settings.model
-        return Path(name).resolve().name if Path(name).exists() else name
+        """See `Settings.name`."""
+        return self.settings.name
 
     def check_model(self, name: str) -> None:
         """Raise a 404 if it is not the one that is served."""

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from dodo.errors import InputError
 from dodo.nuggets_file import StorageType
@@ -56,8 +57,31 @@ class Settings:
         for name in counts:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InputError(f"{name} must be at least 1, not {value}")
+        object.__setattr__(self, "cors_origins", tuple(map(_origin, self.cors_origins)))
         if not (math.isfinite(self.timeout) and self.timeout > 0):
             raise InputError(f"timeout must be a number of seconds above 0, not {self.timeout}")
+
+    @property
+    def name(self) -> str:
+        """The model's name in the API: as it was asked for; a folder by its last part, a run's `best` or `last` by the run's."""
+        if not Path(self.model).exists():
+            return self.model
+        folder = Path(self.model).resolve()
+        return folder.parent.name if folder.name in ("best", "last") else folder.name
+
+
+def _origin(value: str) -> str:
+    """As browsers send it.
+
+    Raises:
+        InputError: it is no origin.
+    """
+    found = urlsplit(value.strip().lower())
+    if value.strip() == "*":
+        return "*"
+    if not (found.scheme and found.hostname) or found.path not in ("", "/") or found.query or found.fragment or found.username:
+        raise InputError(f"cors_origins: an origin is like https://example.org or http://localhost:3000, not {value!r}")
+    return f"{found.scheme}://{found.netloc}"
 
 
 def is_loopback(host: str) -> bool:
@@ -76,15 +100,17 @@ def read_keys(path: Path) -> tuple[str, ...]:
     """The keys in a file, one a line; empty lines and those that begin with # do not count.
 
     Raises:
-        InputError: the file can't be read, or holds no key, or one shorter than 16 characters.
+        InputError: the file can't be read, or holds no key, or one that is shorter than 16 characters or not ASCII.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} can't be read as text: {error}") from None
     keys = tuple(key for line in lines if (key := line.strip()) and not key.startswith("#"))
     if not keys:
         raise InputError(f"{path} holds no key; write one a line, for instance the output of: openssl rand -hex 32")
+    if not all(key.isascii() for key in keys):
+        raise InputError(f"a key in {path} has letters that a request's header can't hold; make one with: openssl rand -hex 32")
     if any(len(key) < 16 for key in keys):
         raise InputError(f"a key in {path} has fewer than 16 characters; make one with: openssl rand -hex 32")
     return keys

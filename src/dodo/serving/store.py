@@ -171,7 +171,7 @@ class Store:
             raise InputError(f"a context is one text, not {nuggets.batch_size}; take one out of its batch: nuggets[i]")
         path = self.temporary()
         try:
-            with _full_disk_said():
+            with _full_disk_said("delete contexts, or make room"):
                 nuggets.save(path, storage=self._storage)
                 size, digest = path.stat().st_size, _digest(path)
                 with self._writing():
@@ -190,16 +190,33 @@ class Store:
 
         Raises:
             UnknownContext: there is none of that id.
+            StoreFull: the disk is so full that it can't be noted.
         """
-        with self._writing():
-            context = self._row(context_id)
-            self._db.execute("DELETE FROM contexts WHERE id = ?", (context_id,))
-        with self._writing():  # on its own, so that the file goes only once the row is gone for good
-            self._drop(context.sha256)
+        with _full_disk_said("make room on it first"):
+            with self._writing():
+                context = self._row(context_id)
+                self._db.execute("DELETE FROM contexts WHERE id = ?", (context_id,))
+            with self._writing():  # on its own, so that the file goes only once the row is gone for good
+                self._drop(context.sha256)
 
     def temporary(self) -> Path:
         """The name of a file that this process may write, and that is swept when it dies."""
         return self._incoming / f"{secrets.token_hex(8)}.nuggets"
+
+    def put_down(self, data: bytes) -> Path:
+        """A file of that kind with these contents.
+
+        Raises:
+            StoreFull: there is no room.
+        """
+        path = self.temporary()
+        try:
+            with _full_disk_said("delete contexts, or make room"):
+                path.write_bytes(data)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return path
 
     # -- reading
 
@@ -231,7 +248,10 @@ class Store:
             if path.exists():
                 raise
             raise UnknownContext(f"there is no context {context_id}: it has just been deleted") from None
-        self._loaded.put(context.sha256, nuggets, size=nuggets.nbytes)
+        with self._guard:
+            self._loaded.put(context.sha256, nuggets, size=nuggets.nbytes)
+            if not self._is_known(context.sha256):  # deleted meanwhile
+                self._loaded.forget(context.sha256)
         return nuggets
 
     def read(self, context_id: str) -> bytes:
@@ -336,9 +356,12 @@ class Store:
 
     def _drop(self, digest: str) -> None:
         """Remove a file that no context has any more. A committed row is never without its file."""
-        if self._db.execute("SELECT 1 FROM contexts WHERE sha256 = ?", (digest,)).fetchone() is None:
+        if not self._is_known(digest):
             self._file(digest).unlink(missing_ok=True)
             self._loaded.forget(digest)
+
+    def _is_known(self, digest: str) -> bool:
+        return self._db.execute("SELECT 1 FROM contexts WHERE sha256 = ?", (digest,)).fetchone() is not None
 
     def _disk_bytes(self) -> int:
         files = "SELECT DISTINCT sha256, stored_bytes FROM contexts"
@@ -370,6 +393,8 @@ def _digest(path: Path) -> str:
 
 
 def _flush(folder: Path) -> None:
+    if os.name == "nt":  # where folders can't be opened
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -378,10 +403,10 @@ def _flush(folder: Path) -> None:
 
 
 @contextmanager
-def _full_disk_said() -> Iterator[None]:
+def _full_disk_said(what_to_do: str) -> Iterator[None]:
     try:
         yield
     except (NuggetsFileError, OSError, sqlite3.OperationalError) as error:
         if any(text in str(error) for text in (*_FULL, "disk is full")):
-            raise StoreFull("the disk is full; nothing was changed: delete contexts, or make room") from None
+            raise StoreFull(f"the disk is full; nothing was changed: {what_to_do}") from None
         raise
