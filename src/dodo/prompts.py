@@ -68,6 +68,9 @@ def chat_turn(tokenizer: PreTrainedTokenizerBase, request: str) -> str:
 MESSAGE = "\ue000message\ue000"
 """Stands for a user's message where a chat template is asked what it puts around one."""
 
+_EDGE = "\u2003"
+"""A space that no template has of its own: whether it is still there tells whether the template trims messages."""
+
 _REPLY = "\ue000reply\ue000"
 """Stands for a reply where a chat template is asked what it puts around one."""
 
@@ -106,17 +109,9 @@ def turn_ids(tokenizer: PreTrainedTokenizerBase, turn: str, message: str) -> lis
     Raises:
         InputError: the template does not show messages as they are, or the message has half a character in it.
     """
-
-    def ids(text: str, *, literal: bool = False) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, split_special_tokens=literal, verbose=False)["input_ids"])
-
-    check_whole(message, "the message")
-    before, found, behind = turn.partition(MESSAGE)
-    if not found:
+    if MESSAGE not in turn:
         raise InputError("the base's chat template does not show messages as they are, so none can be put into it")
-    if ids(message) == (plain := ids(message, literal=True)):
-        return ids(before + message + behind)
-    return ids(before) + plain + ids(behind)
+    return conversation_ids(tokenizer, lambda messages: turn.replace(MESSAGE, messages[0]), [message])
 
 
 def conversation_ids(
@@ -136,25 +131,21 @@ def conversation_ids(
         return list(tokenizer(text, add_special_tokens=False, split_special_tokens=literal, verbose=False)["input_ids"])
 
     for message in messages:
-        check_whole(message, "a message")
-    whole = rendered(messages)
-    marks = {
-        f"\ue000{i}\ue000": text for i, text in enumerate(messages) if "\ue000" in text or ids(text) != ids(text, literal=True)
-    }
-    if not marks:
-        return ids(whole)
-    named = {mark[1:-1]: mark for mark in marks}
-    marked = rendered([named.get(str(i), text) for i, text in enumerate(messages)])
+        check_whole(message, "the message")
+    literal = {i for i, text in enumerate(messages) if "\ue000" in text or ids(text) != ids(text, literal=True)}
+    if not literal:
+        return ids(rendered(messages))
+    marked = [f"{_EDGE}\ue000{i}\ue000{_EDGE}" if i in literal else text for i, text in enumerate(messages)]
     found: list[int] = []
-    seen: set[str] = set()
-    for part in re.split("(\ue000[0-9]+\ue000)", marked):
-        if part in marks:
-            seen.add(part)
-            text = marks[part]
-            found += ids(text if text in whole else text.strip(), literal=True)
-        elif part:
-            found += ids(part)
-    if seen != marks.keys():
+    seen: set[int] = set()
+    parts = re.split(f"({_EDGE}?)\ue000([0-9]+)\ue000({_EDGE}?)", rendered(marked))
+    found += ids(parts[0])
+    for before, number, behind, part in zip(parts[1::4], parts[2::4], parts[3::4], parts[4::4], strict=True):
+        seen.add(int(number))
+        text = messages[int(number)]
+        text = text if before else text.lstrip()  # as the template trims what it is given
+        found += ids(text if behind else text.rstrip(), literal=True) + ids(part)
+    if seen != literal:
         raise InputError(
             "the base's chat template does not show messages as they are, so none with names of special tokens fits in"
         )

@@ -275,3 +275,8 @@ def test_a_type_that_the_cpu_does_not_compute_in_gets_a_note_if_it_was_asked_for
     monkeypatch.setattr("dodo.base.computes_in", lambda *_: has_it)
     done = run("compress", document, "--ratio", "2", "--dtype", dtype, "--model", models.base)
     assert ("--dtype float32" in done.stderr) == noted
+
+
+@pytest.mark.parametrize("name", [".", "", "/"])
+def test_what_is_no_files_name_is_a_wrong_use(run, no_model, name):
+    assert run("compress", name).exit_code == 2

@@ -121,6 +121,20 @@ def test_a_records_own_name_tells_task_data_model_method_and_ratio(run, models, 
     }
 
 
+def test_a_record_of_another_question_is_not_replaced_unasked(run, models, questions, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ("evaluate", "squad", "--data", questions, "--ratio", "3", "--model", models.base)
+    assert run(*flags, "--limit", "2").exit_code == 0
+    (path,) = (tmp_path / "results").glob("*.json")
+    assert run(*flags, "--limit", "2").exit_code == 0  # the same again
+    before = path.read_bytes()
+    refused = run(*flags, "--limit", "3")
+    assert refused.exit_code == 1
+    assert "limit 2, not 3" in refused.stderr and "--out" in refused.stderr
+    assert path.read_bytes() == before
+    assert run(*flags, "--limit", "3", "--out", path).exit_code == 0
+
+
 def test_texts_are_rebuilt_by_length(run, models, texts, tmp_path):
     flags = ("--ratio", "2", "--length", "64", "--limit", "2", "--out", tmp_path / "ae.json", "--json", "--model", models.base)
     result = run("evaluate", "autoencoding", "--data", texts, *flags)

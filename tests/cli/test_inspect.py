@@ -90,3 +90,9 @@ def test_escape_sequences_of_the_text_do_not_reach_the_terminal(run, models):
     shown = run("inspect", "-", "--model", models.base, stdin="a\x1b[31mb").stdout
     assert "\x1b" not in shown
     assert "␛" in shown
+
+
+def test_a_page_and_a_picture_do_not_go_to_one_file(run, document, tmp_path, no_model):
+    result = run("inspect", document, "--html", tmp_path / "x", "--png", tmp_path / "x")
+    assert result.exit_code == 2
+    assert "choose another name" in result.stderr

@@ -1,5 +1,6 @@
 """Laws of the command as a whole: quick help, exit codes, errors of one line."""
 
+import json
 import os
 import subprocess
 import sys
@@ -116,3 +117,31 @@ def test_a_reader_that_hangs_up_causes_no_traceback(document, models):
     assert done.returncode == 1
     for word in ("Traceback", "Exception", "terminate"):
         assert word not in done.stderr
+
+
+def test_results_for_machines_lose_no_character_in_any_encoding(document, models):
+    command = [*COMMAND, "inspect", str(document), "--json", "--model", models.base]
+    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "latin-1"})
+    assert done.returncode == 0, done.stderr
+    text = document.read_text(encoding="utf-8")
+    tokens = json.loads(done.stdout.decode("latin-1"))["tokens"]
+    assert all(token["text"] == text[token["start"] : token["end"]] for token in tokens)
+
+
+def test_a_shard_is_not_replaced_unasked(run, tmp_path, models):
+    source, out = tmp_path / "a.jsonl", tmp_path / "a.safetensors"
+    source.write_text(json.dumps({"text": "the dodo " * 20}), encoding="utf-8")
+    command = ("prepare-data", source, "-o", out, "--model", models.base)
+    assert run(*command).exit_code == 0
+    before = out.stat()
+    assert before.st_mode & 0o444 == 0o444 & ~_umask()
+    refused = run(*command)
+    assert (refused.exit_code, out.stat().st_mtime_ns) == (2, before.st_mtime_ns)
+    assert "--force" in refused.stderr
+    assert run(*command, "--force").exit_code == 0
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask

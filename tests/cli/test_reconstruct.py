@@ -47,3 +47,18 @@ def test_binary_file_is_refused_with_its_byte_offset(run, tmp_path, no_model):
     result = run("reconstruct", path)
     assert result.exit_code == 1
     assert "byte 0x80 at byte offset 0" in result.stderr
+
+
+@pytest.mark.parametrize("scheme", ["original", "compact"])
+@pytest.mark.parametrize("verb", [["reconstruct"], ["ask", "QUESTION"]])
+def test_texts_near_the_windows_end_are_answered_with_as_much_as_there_is_room_for(run, tmp_path, models, scheme, verb):
+    """The window has 512 positions."""
+    path = tmp_path / "long.txt"
+    path.write_text("the dodo was a bird " * 40, encoding="utf-8")
+    report = json.loads(run("compress", path, "--ratio", "4", "--positions", scheme, "--model", models.base, "--json").stdout)
+    assert 300 < report["n"] < 512
+    flags = [path.with_suffix(".nuggets"), *(["Who was it?"] if verb[1:] else []), "--json", "--model", models.base]
+    assert json.loads(run(verb[0], *flags).stdout)["seconds"]
+    result = run(verb[0], *flags, "--max-new-tokens", "500")
+    assert result.exit_code == 1
+    assert "lower --max-new-tokens" in result.stderr

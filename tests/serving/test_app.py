@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import pathlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -396,6 +397,50 @@ def test_over_time_is_504_and_frees_its_place(client):
         assert '"code":"timeout"' in late.text and "[DONE]" not in late.text
 
 
+@pytest.mark.parametrize(
+    ("path", "more", "param", "said"),
+    [
+        (
+            CHATS,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+            "",
+        ),
+        (CHATS, {"stop": [""]}, "stop[0]", "at least 1 character"),
+        (CHATS, {"stop": 5}, "stop", "valid string"),
+        (CHATS, {"max_completion_tokens": 10**6}, "max_completion_tokens", "tokens at most here"),
+        (CHATS, {"max_tokens": 10**6}, "max_tokens", "tokens at most here"),
+        (TEXTS, {"prompt": []}, "prompt", "at least 1 item"),
+        ("/v1/contexts", {"text": "a b", "query": "x"}, "query", "query is not supported"),
+    ],
+)
+def test_the_field_that_is_wrong_is_named(client, path, more, param, said):
+    body = {CHATS: CHAT, TEXTS: COMPLETION}.get(path, {})
+    error = client().post(path, json=body | more).json()["error"]
+    assert error["param"] == param
+    assert said in error["message"]
+
+
+def test_a_conversation_beyond_the_window_is_what_clients_look_for(client):
+    message = {"role": "user", "content": "dodo " * 2000}
+    response = client().post(CHATS, json=CHAT | {"messages": [message]})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "nuggets" not in error["message"]
+
+
+def test_several_answers_need_one_place_in_the_queue(client):
+    asked = client(max_queue=1)
+    for _ in range(3):
+        assert len(asked.post(CHATS, json=CHAT | {"n": 4}).json()["choices"]) == 4
+
+
+def test_the_coldest_temperature_is_greedy(client):
+    asked = client()
+    texts = [asked.post(CHATS, json=CHAT | {"temperature": t}).json()["choices"][0]["message"]["content"] for t in (0, 1e-40)]
+    assert texts[0] == texts[1]
+
+
 def test_a_full_disk_is_507_and_loses_nothing(client, monkeypatch):
     from dodo import nuggets_file
 
@@ -408,6 +453,10 @@ def test_a_full_disk_is_507_and_loses_nothing(client, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(nuggets_file, "save_file", full)
         assert asked.post("/v1/contexts", json={"text": "another text"}).status_code == 507
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "write_bytes", full)
+        files = {"file": ("a.nuggets", asked.get(f"/v1/contexts/{made['id']}/nuggets").content)}
+        assert asked.post("/v1/contexts", files=files).status_code == 507
     assert asked.get("/v1/contexts").json()["data"] == [made]
     assert asked.post(CHATS, json={**CHAT, "context_ids": [made["id"]]}).status_code == 200
 

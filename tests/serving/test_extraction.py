@@ -136,3 +136,24 @@ def test_nuggets_are_known_by_their_first_bytes_or_their_name():
     assert is_nuggets((100).to_bytes(8, "little") + b"{", "a.txt")
     assert is_nuggets(b"anything", "a.NUGGETS")
     assert not is_nuggets(TEXT.encode(), "a.txt")
+
+
+def test_merged_cells_come_once_and_tables_in_cells_are_read():
+    document = docx.Document()
+    table = document.add_table(2, 3)
+    table.cell(0, 0).merge(table.cell(0, 2)).text = "heading"
+    for column, text in enumerate(("one", "two", "three")):
+        table.cell(1, column).text = text
+    inner = table.cell(1, 1).add_table(1, 2)
+    inner.cell(0, 0).text, inner.cell(0, 1).text = "in", "side"
+    table = document.add_table(2, 2)
+    table.cell(0, 0).merge(table.cell(1, 0)).text = "tall"
+    table.cell(0, 1).text, table.cell(1, 1).text = "up", "down"
+    file = io.BytesIO()
+    document.save(file)
+    assert extract(file.getvalue(), "a.docx") == "heading\none\ttwo in\tside\tthree\ntall\tup\ndown"
+
+
+def test_halves_of_characters_in_a_file_are_joined_or_marked(monkeypatch):
+    monkeypatch.setattr(extraction, "_reader", lambda data, name: lambda data: "a \ud83d\ude42 b \ud800 c")
+    assert extract(b"", "a.pdf") == "a 🙂 b \ufffd c"

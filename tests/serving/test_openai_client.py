@@ -56,6 +56,25 @@ def test_chat_whole_and_streamed(client, context):
     assert last.usage == answer.usage
 
 
+def test_a_conversation_goes_on_with_the_message_that_came(client):
+    messages: list[Any] = list(MESSAGES)
+    answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4)
+    messages += [answer.choices[0].message, {"role": "user", "content": "And then?"}]
+    assert client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4, extra_body={"tools": None}).choices
+    with pytest.raises(openai.UnprocessableEntityError, match="tools is not supported"):
+        client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4, tools=[])
+
+
+def test_what_asking_again_does_not_mend_is_asked_once(listening):
+    address, _ = listening(timeout=0.001)
+    seen: list[Any] = []
+    http_client = openai.DefaultHttpxClient(event_hooks={"request": [seen.append]})
+    patient = openai.OpenAI(base_url=f"{address}/v1", api_key="x", http_client=http_client)
+    with patient, pytest.raises(openai.InternalServerError) as error:
+        patient.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=500)
+    assert (error.value.status_code, len(seen)) == (504, 1)
+
+
 def test_log_probabilities_of_a_chat(client):
     answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=4, logprobs=True, top_logprobs=3)
     entries = answer.choices[0].logprobs.content

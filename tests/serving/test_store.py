@@ -206,3 +206,35 @@ def test_whenever_it_is_killed_what_was_acknowledged_is_whole_and_nothing_half_w
         assert added.get(context.id, context.sha256) == context.sha256
     assert files(tmp_path) == sorted({context.sha256 for context in contexts.values()})
     assert sum(1 for path in (folder / "incoming").iterdir() if path.is_dir()) == 1  # this store's own
+
+
+def test_what_is_deleted_while_it_is_loaded_does_not_stay(opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = opened(storage="float16"), opened()
+    context = store.add(made_up())
+    load = Nuggets.load
+
+    def slow(path: Path) -> Nuggets:
+        nuggets = load(path)
+        other.delete(context.id)
+        return nuggets
+
+    monkeypatch.setattr(Nuggets, "load", slow)
+    store.load(context.id)
+    assert store.totals()["memory_bytes"] == 0
+
+
+def test_a_disk_so_full_that_nothing_can_be_deleted_says_so(opened: Callable[..., Store]) -> None:
+    store = opened()
+    context = store.add(made_up())
+
+    class Full:
+        in_transaction = False
+
+        def execute(self, *arguments: Any) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+    database, store._db = store._db, Full()  # type: ignore[assignment]
+    with pytest.raises(StoreFull, match="make room on it first"):
+        store.delete(context.id)
+    store._db = database
+    assert store.get(context.id) == context

@@ -89,7 +89,10 @@ def failure(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     if isinstance(error, ApiError):
         return error.status, _body(error.status, str(error), error.code, error.param), headers
     if isinstance(error, RequestValidationError | ValidationError):
-        message, param = _first(error.errors())
+        errors = [dict(e) for e in error.errors()]
+        if isinstance(error, RequestValidationError):  # which says first where the field is: body, query, path
+            errors = [{**e, "loc": e["loc"][1:] if e["type"] != "json_invalid" else e["loc"]} for e in errors]
+        message, param = _first(errors)
         return 422, _body(422, message, "invalid_value", param), headers
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
@@ -132,13 +135,12 @@ def _body(status: int, message: str, code: str | None, param: str | None) -> dic
 
 def _first(errors: Sequence[Any]) -> tuple[str, str | None]:
     """What is wrong with the first bad field, and its name as in messages[0].role."""
-    first = errors[0]["loc"][:2]  # of a field that takes several types, what is wrong with the one that fits best
-    error = max((e for e in errors if e["loc"][:2] == first), key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
+    field = errors[0]["loc"][:1]  # if it takes several types, what is wrong with the one that fits best
+    error = max((e for e in errors if e["loc"][:1] == field), key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     if error["type"] == "json_invalid":
         place = error["loc"][-1] if error["loc"] else 0
         return f"the body is not JSON: {error.get('ctx', {}).get('error', error['msg'])} at character {place}", "body"
-    path = [*error["loc"][error["loc"][:1] in (("body",), ("query",), ("path",)) :]]
-    path = [part for part in path if isinstance(part, int) or (part != "str" and "[" not in part)]  # or the name of a type
+    path = [part for part in error["loc"] if isinstance(part, int) or (part != "str" and "[" not in part)]  # or a type's name
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     if error["type"] == "extra_forbidden":
         return f"{name} is not supported by this server; leave it out", name
