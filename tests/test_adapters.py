@@ -12,6 +12,7 @@ from torch import Tensor
 from dodo.adapters import PHI, THETA, Adapters
 from dodo.compressor import Compressor
 from dodo.config import LoraSettings
+from dodo.errors import InputError
 from dodo.training.fused import fused_lora
 from tests.conftest import FAMILIES, Pair, small_config, stir, tiny_model, tokens
 
@@ -248,3 +249,18 @@ def test_fused_arithmetic_and_switching_may_enclose_each_other(pair: Maker) -> N
         with compressor.adapters.use(THETA):
             compressor.base(ids)
         torch.testing.assert_close(compressor.base(ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_merging_within_merging_is_the_same_or_refused(pair: Callable[..., Pair]) -> None:
+    compressor = stir(pair("llama").compressor)
+    adapters, ids = compressor.adapters, tokens(1, 9)
+    with torch.no_grad():
+        with adapters.merged(THETA):
+            once = compressor.base(ids).logits
+            with adapters.merged(THETA):
+                assert torch.equal(compressor.base(ids).logits, once)
+            with pytest.raises(InputError, match="phi can't be merged within theta"), adapters.merged(PHI):
+                pass
+            assert torch.equal(compressor.base(ids).logits, once)
+        with adapters.merged(PHI):
+            assert not torch.equal(compressor.base(ids).logits, once)

@@ -237,3 +237,11 @@ def test_a_backend_without_masks_is_refused(dodo: Dodo) -> None:
     dodo.compressor.base.config._attn_implementation = "flash_attention_2"
     with pytest.raises(UnsupportedModelError, match="takes no masks by position"), torch.no_grad():
         dodo.compressor.decode(nuggets, torch.tensor([[5]]))
+
+
+def test_a_text_is_the_same_whole_and_in_pieces_under_a_penalty(dodo: Dodo) -> None:
+    lm = dodo.autoregressive(threshold=0.0, window=8, segment=4)
+    settings = {"max_new_tokens": 12, "repetition_penalty": 1.7}
+    whole = dodo.write(TEXT, lm, **settings)
+    assert whole == "".join(dodo.stream_text(TEXT, lm, **settings))
+    assert whole != dodo.write(TEXT, lm, max_new_tokens=12)

@@ -93,6 +93,7 @@ class Adapters:
             self.peft.add_adapter(THETA, _lora_config(base, decoder))
         self._layers: list[Any] = [module for module in base.modules() if isinstance(module, LoraLayer)]
         self._merged: dict[str, tuple[list[Any], list[Tensor]]] = {}
+        self._inside: AdapterName | None = None  # whose weights the base has now
         self.current: AdapterName | None = None
         self._kept: Tensor | None = None
         self._switch(None)
@@ -176,8 +177,16 @@ class Adapters:
 
         Costs one more copy of the adapted weights and gives the speed of the plain base. The base's own weights are put back
         bit by bit. A base that can't be merged (quantised, split) or does not fit twice runs with the adapter beside it.
+
+        Raises:
+            InputError: within another adapter's.
         """
         with self.lock:
+            if self._inside is not None:
+                if self._inside != name:
+                    raise InputError(f"{name} can't be merged within {self._inside}: leave that context first")
+                yield
+                return
             if torch.is_grad_enabled() or not self._mergeable(name):
                 with self.use(name):
                     yield
@@ -188,8 +197,10 @@ class Adapters:
                 try:
                     for layer, weight in zip(self._layers, weights, strict=True):
                         layer.get_base_layer().weight.data = weight
+                    self._inside = name
                     yield
                 finally:
+                    self._inside = None
                     for layer, weight in zip(self._layers, originals, strict=True):
                         layer.get_base_layer().weight.data = weight
 

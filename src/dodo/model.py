@@ -482,7 +482,8 @@ class Dodo:
             text: not empty; the BOS token is put in front as for documents.
             lm: see `autoregressive`; None: with the configured ratio.
             max_new_tokens: at most so many tokens.
-            generation: see `generate`; beams and several return sequences are refused.
+            generation: see `generate`; beams and several return sequences are refused. Penalties for what was said before look
+                back on the text's last segment.
 
         Returns:
             The new text.
@@ -490,14 +491,19 @@ class Dodo:
         Raises:
             InputError: see `autoregressive` and `streaming.generate_ids`.
         """
-        lm = lm or self.autoregressive()
-        ids = self.document_ids(text)
+        cache, ids = StreamingCache(lm or self.autoregressive()), self.document_ids(text)
+        settings = self._with_tokenizer(generation)
+        streaming.settings_of(cache.lm, max_new_tokens, self._pad_id, settings)
+        *segments, last = streaming.segments(cache, ids)
+        for segment in segments:
+            streaming.feed(cache, torch.tensor([segment], device=self.device), logits_to_keep=1)
         new = streaming.generate_ids(
-            lm,
-            ids,
+            cache.lm,
+            last,
+            cache=cache,
             max_new_tokens=max_new_tokens,
             pad_token_id=self._pad_id,
-            **self._with_tokenizer(generation),
+            **settings,
         )
         streamer = Pieces(self.tokenizer, skip_prompt=False, behind=ids[-1])
         streamer.put(torch.tensor(new, dtype=torch.long))
