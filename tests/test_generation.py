@@ -77,12 +77,13 @@ def test_a_base_folder_that_caches_nothing_generates_the_same(dodo: Dodo, tmp_pa
     assert made[0] == made[1]
 
 
-def test_a_call_that_samples_has_the_bases_own_way_of_it() -> None:
-    base = tiny_llama()
-    base.generation_config = GenerationConfig(eos_token_id=[1, 5], temperature=0.6, top_p=0.8, repetition_penalty=1.05)
-    sampled, _ = generation_settings(base, 8, 0, {"do_sample": True, "top_p": 0.5})
+def test_a_call_that_samples_has_the_bases_own_way_of_it(dodo: Dodo) -> None:
+    compressor = dodo.compressor
+    own = GenerationConfig(eos_token_id=[1, 5], temperature=0.6, top_p=0.8, repetition_penalty=1.05)
+    compressor.base.generation_config = own
+    sampled, _ = generation_settings(compressor, 8, 0, {"do_sample": True, "top_p": 0.5})
     assert (sampled.temperature, sampled.top_p, sampled.repetition_penalty, sampled.eos_token_id) == (0.6, 0.5, 1.05, [1, 5])
-    plain, _ = generation_settings(base, 8, 0, {})
+    plain, _ = generation_settings(compressor, 8, 0, {})
     assert (plain.temperature, plain.top_p, plain.repetition_penalty, plain.eos_token_id) == (None, None, None, [1, 5])
 
 
@@ -245,3 +246,25 @@ def test_a_text_is_the_same_whole_and_in_pieces_under_a_penalty(dodo: Dodo) -> N
     whole = dodo.write(TEXT, lm, **settings)
     assert whole == "".join(dodo.stream_text(TEXT, lm, **settings))
     assert whole != dodo.write(TEXT, lm, max_new_tokens=12)
+
+
+def test_settings_of_one_threads_text_do_not_reach_anothers(dodo: Dodo) -> None:
+    nuggets = dodo.compress(TEXT, ratio=3)
+    expected = dodo.generate_ids(nuggets, [[77, 133]], max_new_tokens=12)
+    ends, seen = dodo.answer_ends, set()
+    stop = threading.Event()
+
+    def other() -> None:
+        while not stop.is_set():
+            dodo.generate_ids(
+                nuggets, [[77, 133]], max_new_tokens=4, eos_token_id=expected[0][0], do_sample=True, temperature=9.0
+            )
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    for _ in range(40):
+        seen.add(tuple(dodo.answer_ends))
+        assert dodo.generate_ids(nuggets, [[77, 133]], max_new_tokens=12) == expected
+    stop.set()
+    thread.join()
+    assert seen == {tuple(ends)}

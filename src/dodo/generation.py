@@ -76,7 +76,7 @@ def generate_ids(
     nuggets = nuggets.to(device=device, dtype=base.dtype)
     _check_room(compressor.window, nuggets, real, max_new_tokens)
 
-    settings, generation = generation_settings(base, max_new_tokens, pad_token_id, generation)
+    settings, generation = generation_settings(compressor, max_new_tokens, pad_token_id, generation)
     cache = nuggets.to_cache()
     copies = max(settings.num_beams or 1, settings.num_return_sequences or 1)
     if copies > 1:
@@ -99,7 +99,7 @@ def generate_ids(
 
 
 def generation_settings(
-    base: Any, max_new_tokens: int, pad_token_id: int, generation: dict[str, Any]
+    compressor: Compressor, max_new_tokens: int, pad_token_id: int, generation: dict[str, Any]
 ) -> tuple[GenerationConfig, dict[str, Any]]:
     """What a call asks for beside the base's special tokens, greedy unless it says otherwise, and what is no setting.
 
@@ -107,7 +107,7 @@ def generation_settings(
     the base's config has.
 
     Args:
-        base: the language model.
+        compressor: of the base; waits for a generation that runs, which has the base's config changed.
         max_new_tokens, pad_token_id, generation: see `generate_ids`.
 
     Returns:
@@ -119,9 +119,11 @@ def generation_settings(
     for name, only in _ONLY.items():
         if generation.get(name) not in (None, only):
             raise InputError(f"{name} can't be given: text is made from a cache that is there, and comes back as text")
-    own = base.generation_config
+    base: Any = compressor.base
     names = (*_ENDS, *_SAMPLED) if generation.get("do_sample") else _ENDS
-    settings = GenerationConfig(**{name: getattr(own, name) for name in names if getattr(own, name) is not None})
+    with compressor.adapters.lock:
+        known = {name: getattr(base.generation_config, name) for name in names}
+    settings = GenerationConfig(**{name: value for name, value in known.items() if value is not None})
     settings.update(do_sample=False, max_new_tokens=max_new_tokens, use_cache=True)
     rest: dict[str, Any] = settings.update(**{name: value for name, value in generation.items() if name not in _ONLY})
     if settings.pad_token_id is None:

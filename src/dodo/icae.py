@@ -182,7 +182,7 @@ class Icae:
             ids, mask = pad_rows(prompts, pad_token_id, left=False, device=device)
         inputs, real = self._inputs(memory, ids, mask, soft_token=prompts is None, left=True)
         self._check_room(inputs.shape[1] + max_new_tokens, f"memory, prompt and {max_new_tokens:,} new tokens")
-        settings, rest = generation_settings(base, max_new_tokens, pad_token_id, generation)
+        settings, rest = generation_settings(self.compressor, max_new_tokens, pad_token_id, generation)
         with self.compressor.adapters.use(None):
             made = generated(base, {"inputs_embeds": inputs, "attention_mask": real.long()}, settings, rest)
         return [until_end(row, settings.eos_token_id) for row in made.tolist()]

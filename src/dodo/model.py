@@ -271,7 +271,9 @@ class Dodo:
     @property
     def answer_ends(self) -> list[int]:
         """Tokens that end an answer: the base's own, and what its chat template ends a reply with."""
-        own: int | list[int] | None = self.compressor.base.generation_config.eos_token_id
+        base: Any = self.compressor.base
+        with self.compressor.adapters.lock:  # a generation that runs has the base's config changed
+            own: int | list[int] | None = base.generation_config.eos_token_id
         known = set(own if isinstance(own, list) else [] if own is None else [own])
         with self._tokenizing:
             return sorted(known | ends_of_turn(self.tokenizer))

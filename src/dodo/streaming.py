@@ -328,4 +328,4 @@ def settings_of(
     for name, only in _ONLY.items():
         if generation.get(name) not in (None, only):
             raise InputError(f"{name} must be {only}, not {generation[name]!r}: a stream holds one text, and gives its tokens")
-    return generation_settings(lm.compressor.base, max_new_tokens, pad_token_id, generation | _ONLY)
+    return generation_settings(lm.compressor, max_new_tokens, pad_token_id, generation | _ONLY)

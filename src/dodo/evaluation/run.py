@@ -177,7 +177,10 @@ def _refuse_another(out: Path, settings: dict[str, Any]) -> None:
     """A record's usual name does not say everything that was asked; what it leaves out must not differ."""
     if not out.is_file():
         return
-    before = json.loads(out.read_text(encoding="utf-8"))["settings"]
+    try:
+        before = json.loads(out.read_text(encoding="utf-8"))["settings"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        raise InputError(f"{out} is there and is no record; move it, or choose another --out") from None
     for name in ("data", "lengths", "limit", "seed", "states", "segment", "share of whole tokens"):
         if name in before and before[name] != settings.get(name):
             one, two = before[name], settings.get(name)

@@ -82,7 +82,8 @@ class Engine:
         self._max_batch, self._max_queue, self._max_states = max_batch, max_queue, max_states
         base: Any = dodo.compressor.base
         self._vocabulary = int(base.get_input_embeddings().weight.shape[0])
-        ends: int | list[int] | None = base.generation_config.eos_token_id
+        with dodo.compressor.adapters.lock:  # a generation that runs has the base's config changed
+            ends: int | list[int] | None = base.generation_config.eos_token_id
         self._ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
         self._changed = threading.Condition()  # guards the next three
