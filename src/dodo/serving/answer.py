@@ -93,10 +93,8 @@ class IncrementalText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, behind: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = [] if behind is None else [behind]
-        self._start, self._read = (
-            0,
-            len(self._ids),
-        )  # decoded are the tokens from `_start`; to `_read` they are context, and known
+        self._start = 0  # decoded are the tokens from here
+        self._read = len(self._ids)  # those up to here are context, and known
         self._known = len(self._decode(0))  # characters of that which have been given
         if self._known and self._decode(0).endswith("\ufffd"):  # half a character
             self._ids, self._read, self._known = [], 0, 0

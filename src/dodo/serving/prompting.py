@@ -35,7 +35,8 @@ class Prompting:
         self._dodo = copy.copy(dodo)
         self._dodo.tokenizer = copy.deepcopy(dodo.tokenizer)
         self._decoder = copy.deepcopy(dodo.tokenizer)  # never changed, so that a chunk need not wait for a long text
-        self._anchor: int = self._decoder("a", add_special_tokens=False)["input_ids"][-1]  # some tokens lose a space if first
+        first: list[int] = self._decoder("a", add_special_tokens=False)["input_ids"]
+        self._anchor = (first or [0])[-1]  # a token to stand before others, for some lose a space if they are first
         self.ends = ends_of_turn(dodo.tokenizer)
         self._guard = threading.Lock()
 
