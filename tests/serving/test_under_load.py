@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -91,10 +92,14 @@ def test_who_hangs_up_while_waiting_leaves_the_queue_at_once(stream, listening):
 
 def test_where_not_all_choices_fit_the_queue_none_stays_in_it(client):
     asked = client(max_queue=2)
-    with busy(asked):
-        assert asked.post(TEXTS, json={**COMPLETION, "n": 3}).status_code == 429
-        assert asked.app.state.service.engine.stats().queued == 0
-    assert asked.post(TEXTS, json={**COMPLETION, "n": 2}).status_code == 200
+    engine = asked.app.state.service.engine
+    with ThreadPoolExecutor(1) as pool, busy(asked):
+        first = pool.submit(asked.post, TEXTS, json=COMPLETION)
+        assert eventually(lambda: engine.stats().queued == 1)
+        assert asked.post(TEXTS, json={**COMPLETION, "n": 2}).status_code == 429
+        assert engine.stats().queued == 1
+    assert first.result(30).status_code == 200
+    assert asked.post(TEXTS, json={**COMPLETION, "n": 3}).status_code == 200  # nobody waits
 
 
 def test_an_answer_over_time_is_ended_and_frees_its_place(client):

@@ -117,8 +117,8 @@ class Engine:
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Sequence[Request]) -> list[Ticket]:
-        """Put requests that belong together in the queue: all of them or none. They may be more than the queue has places, so
-        long as there is one before them.
+        """Put requests that belong together in the queue: all of them or none. Where nobody waits they may be more than the queue
+        has places: later there is no more room for them.
 
         Raises:
             As `submit`.
@@ -128,7 +128,7 @@ class Engine:
         tickets = [Ticket(request, when_cancelled=self._give_up) for request in requests]
         with self._changed:
             self.check_open()
-            if len(self._waiting) >= self._max_queue:
+            if self._waiting and len(self._waiting) + len(requests) > self._max_queue:
                 running = max(1, self.stats().running)  # of these, one is done in so many seconds
                 raise QueueFull(len(self._waiting), retry_after=max(1.0, self._seconds / running))
             self._waiting.extend(tickets)
