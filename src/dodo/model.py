@@ -613,8 +613,9 @@ class Dodo:
         if not ignore_config:
             there = DodoConfig.load(folder / CONFIG_FILE)
             self._check_config(there, folder)
-            self.compressor.config = dataclasses.replace(self.config, trained_ratios=there.trained_ratios)
         self._load(folder)
+        if not ignore_config:
+            self.compressor.config = dataclasses.replace(self.config, trained_ratios=there.trained_ratios)
 
     def _check_config(self, there: DodoConfig, folder: Path) -> None:
         own, set_ = json.loads(self.config.identity()), json.loads(there.identity())

@@ -19,7 +19,6 @@ __all__ = [
     "chat_turn",
     "check_whole",
     "conversation_ids",
-    "end_of_turn",
     "ends_of_turn",
     "first_turn",
     "next_turn",
@@ -165,24 +164,16 @@ def check_whole(text: str, what: str) -> None:
         raise InputError(f"{what} has half a character in it ({where}): put another in its place") from None
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token with which the chat template ends a reply, if it is one.
-
-    Raises:
-        InputError: see `next_turn`.
-    """
-    ids = tokenizer(_behind_reply(tokenizer, []), add_special_tokens=False)["input_ids"]
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return next((i for i in ids if i in special), None)
-
-
 def ends_of_turn(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The same where there may be no chat template, or one that does not show replies: then none."""
+    """The special token with which the chat template ends a reply; none if there is no template, it shows no replies, or it ends
+    them with something else."""
     try:
-        end = end_of_turn(tokenizer)
+        behind = _behind_reply(tokenizer, [])
     except InputError:
         return frozenset()
-    return frozenset() if end is None else frozenset({end})
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    return frozenset([i for i in ids if i in special][:1])
 
 
 def _behind_reply(tokenizer: PreTrainedTokenizerBase, more: list[dict[str, str]]) -> str:

@@ -32,10 +32,8 @@ _ONLY: dict[str, Any] = {
     "num_beams": 1,
     "num_return_sequences": 1,
     "guidance_scale": 1,
-    "use_cache": True,
-    "return_dict_in_generate": False,
 }
-"""Settings of `generate` that a stream can take one value of."""
+"""Settings of `generate` that a stream can take one value of, beside those of `generation_settings`."""
 
 
 class StreamingCache(Cache):

@@ -13,7 +13,7 @@ import dodo.streaming as streaming
 from dodo.chat import Chat
 from dodo.errors import InputError
 from dodo.model import Dodo
-from dodo.prompts import MESSAGE, end_of_turn, first_turn, next_turn, turn_ids
+from dodo.prompts import MESSAGE, ends_of_turn, first_turn, next_turn, turn_ids
 
 TEMPLATE = (
     "{% if messages[0]['role'] != 'system' %}{{ '<s>system\nYou are a dodo.</s>\n' }}{% endif %}"
@@ -83,7 +83,7 @@ def test_turns_equal_reading_the_whole_conversation_at_once(system, run, talker,
         whole = dodo.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = dodo.document_ids(whole, literal=False)
         cache = streaming.StreamingCache(dodo.autoregressive(**MEMORY))
-        end = end_of_turn(dodo.tokenizer)
+        (end,) = ends_of_turn(dodo.tokenizer)
         again = "".join(dodo.stream_text(ids, cache=cache, max_new_tokens=8, eos_token_id=end))
         assert turn["answer"] == again, i
         assert turn["tokens"] == cache.tokens
@@ -222,10 +222,10 @@ def test_the_glue_is_the_templates_own(dodo):
     assert first_turn(tokenizer, "Hi") == "<s>system\nYou are a dodo.</s>\n<s>user\nHi</s>\n<s>assistant\n"
     assert first_turn(tokenizer, "Hi", system="No.") == "<s>system\nNo.</s>\n<s>user\nHi</s>\n<s>assistant\n"
     assert next_turn(tokenizer, "Hi") == "</s>\n<s>user\nHi</s>\n<s>assistant\n"
-    assert end_of_turn(tokenizer) == tokenizer.eos_token_id
+    assert ends_of_turn(tokenizer) == {tokenizer.eos_token_id}
     tokenizer.chat_template = "{% for m in messages %}{{ '[' + m['content'] + ']' }}{% endfor %}"
     assert next_turn(tokenizer, "Hi") == "][Hi]"
-    assert end_of_turn(tokenizer) is None
+    assert not ends_of_turn(tokenizer)
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     with pytest.raises(InputError, match="does not show replies"):
         next_turn(tokenizer, "Hi")
