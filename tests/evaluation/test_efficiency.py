@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dodo.errors import InputError
 from dodo.evaluation import efficiency
@@ -73,3 +74,21 @@ def test_what_can_not_be_measured_is_refused(dodo: Dodo, tmp_path: Path) -> None
         task.run(make_method("dodo", dodo, 4.0), items)
     with pytest.raises(InputError, match="not measured by itself"):
         task.run(make_method("full", dodo, 4.0), items)
+
+
+def test_a_long_round_counts_itself_and_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("dodo.evaluation.efficiency.time.perf_counter", lambda: clock[0])
+
+    def measured(*seconds: float) -> tuple[dict[str, float], int]:
+        left = list(seconds)
+
+        def task() -> None:
+            clock[0] += left.pop(0)
+
+        found = efficiency._in_turn({"a": task, "b": task}, torch.device("cpu"))
+        assert not left
+        return found
+
+    assert measured(40.0, 19.0, 1.0, 2.0, 3.0, 4.0, 2.0, 9.0) == ({"a": 2.0, "b": 4.0}, 3)
+    assert measured(40.0, 21.0) == ({"a": 40.0, "b": 21.0}, 1)
