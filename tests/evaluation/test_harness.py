@@ -93,11 +93,14 @@ def test_a_task_of_the_harness_runs_on_local_data(fresh: Dodo, theirs: HFLM, tmp
         "target_delimiter": "",
         "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}],
     }
-    results = [
-        simple_evaluate(model=model, tasks=[dict(task)], bootstrap_iters=0, log_samples=False)["results"]["passages"]
+    records = [
+        simple_evaluate(model=model, tasks=[dict(task)], bootstrap_iters=0, log_samples=False)
         for model in (DodoLM(fresh, ratio=1), theirs)
     ]
-    ours, hf = (next(value for name, value in found.items() if name.startswith("perplexity,")) for found in results)
+    config = records[0]["config"]
+    assert (config["adapter_fingerprint"], config["model_dtype"], config["ratio"]) == (fresh.fingerprint.adapter, "float32", 1.0)
+    rows = [record["results"]["passages"] for record in records]
+    ours, hf = (next(value for name, value in row.items() if name.startswith("perplexity,")) for row in rows)
     assert ours == pytest.approx(hf, rel=1e-4)
 
 

@@ -216,12 +216,12 @@ def test_what_the_harness_wrote_has_a_row(tmp_path: Path) -> None:
     (tmp_path / "lm-eval").mkdir()
     record = {
         "results": {"local": {"name": "local", "contains,none": 0.25, "contains_stderr,none": 0.125}},
-        "config": {"model": "dodo", "model_args": {"model": "smollm2-135m", "ratio": 5}},
+        "config": {"model": "dodo", "model_args": {"model": "smollm2-135m", "ratio": 5}, "adapter_fingerprint": "abcdef0123"},
         "n-samples": {"local": {"original": 12, "effective": 12}},
     }
     (tmp_path / "lm-eval" / "local.json").write_text(json.dumps(record), encoding="utf-8")
     write_report({}, tmp_path / "results.md", harness=read_harness(tmp_path))
-    row = "| local | contains | 0.250 ± 0.125 | 12 | dodo | model=smollm2-135m, ratio=5 |"
+    row = "| local | contains | 0.250 ± 0.125 | 12 | dodo | model=smollm2-135m, ratio=5 | abcdef01 |"
     assert row in (tmp_path / "results.md").read_text()
     (tmp_path / "lm-eval" / "local.json").write_text("{}", encoding="utf-8")
     with pytest.raises(InputError, match="was not written by lm-evaluation-harness"):

@@ -33,8 +33,8 @@ __all__ = ["LENGTHS", "Efficiency", "break_even", "break_even_length"]
 LENGTHS = (512, 1024, 2048, 4096, 8000)
 """The last leaves room in a window of 8,192 for question and answer."""
 NEW_TOKENS, ROUNDS, LONG = 33, 3, 60.0
-"""Rounds that count, behind one that warms up. One that takes longer than LONG seconds counts itself and is the only one: all that it does
-was done once before it, for the memory."""
+"""Rounds that count, behind one that warms up. If that one takes longer than LONG seconds it counts itself and is the only one:
+all that it does was done once before, for the memory."""
 QUESTION = "What is this text about?"
 
 

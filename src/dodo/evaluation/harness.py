@@ -75,6 +75,19 @@ class DodoLM(TemplateLM):
         self.whole, self.window, self.segment = whole, window, segment
         self.batch_size, self.max_gen_toks = int(batch_size), max_gen_toks
 
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes into its record's `config`: which weights and settings a result is of."""
+        fingerprint = self.dodo.fingerprint
+        return {
+            "base_fingerprint": fingerprint.base,
+            "adapter_fingerprint": fingerprint.adapter,
+            "model_dtype": str(next(self.dodo.compressor.base.parameters()).dtype).removeprefix("torch."),
+            "ratio": self.ratio,
+            "whole": self.whole,
+            "window": self.window,
+            "segment": self.segment,
+        }
+
     @property
     def eot_token_id(self) -> int:
         return int(self.tokenizer.eos_token_id)

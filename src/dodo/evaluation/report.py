@@ -272,16 +272,18 @@ def _of_harness(found: dict[str, Record] | None) -> list[str]:
     for record in (found or {}).values():
         config, counts = record["config"], record.get("n-samples", {})
         how = ", ".join(f"{name}={value}" for name, value in dict(config["model_args"]).items())
+        made_with = str(config.get("adapter_fingerprint") or "")[:8]
         for task, values in record["results"].items():
             for name, value in values.items():
                 metric, _, kind = name.partition(",")
                 if not isinstance(value, float) or not kind or metric.endswith("_stderr"):
                     continue
                 shown = _shown({metric: value, "error": values.get(f"{metric}_stderr,{kind}")}, metric, "error")
-                rows.append((task, metric, shown, str(counts.get(task, {}).get("effective", "")), config.get("model", ""), how))
+                count = str(counts.get(task, {}).get("effective", ""))
+                rows.append((task, metric, shown, count, config.get("model", ""), how, made_with))
     if not rows:
         return []
-    head = ("task", "metric", "value", "n", "model", "settings")
+    head = ("task", "metric", "value", "n", "model", "settings", "adapters")
     return ["## lm-evaluation-harness", "", *_rows(head, rows), "", "Dodo as its model; beyond the paper.", ""]
 
 
