@@ -217,6 +217,13 @@ def test_a_damaged_base_is_one_line_and_never_half_loaded(flaw: str, tmp_path: P
     with pytest.raises(InputError, match=str(tmp_path)) as caught:
         load_base(tmp_path)
     assert "\n" not in str(caught.value)
+    assert flaw != "another width" or "in other shapes, the first of them model.layers.0.mlp" in str(caught.value)
+
+
+def test_a_base_of_one_layer_is_refused_by_name(tmp_path: Path) -> None:
+    save_base(tmp_path, model=tiny_llama(num_hidden_layers=1))
+    with pytest.raises(UnsupportedModelError, match="has 1 layer; .* two are needed"):
+        Dodo.from_pretrained(tmp_path)
 
 
 def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

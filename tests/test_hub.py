@@ -142,6 +142,18 @@ def test_without_a_connection_an_uncached_model_is_one_clear_error(
     assert "\n" not in str(caught.value)
 
 
+def test_what_an_http_client_stumbles_over_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ProxyError(Exception):
+        pass
+
+    def refused(*_: object, **__: object) -> None:
+        raise ProxyError("403 Forbidden\nand much more")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refused)
+    with pytest.raises(InputError, match="someone/adapters.*could not be loaded from the hub: 403 Forbidden$"):
+        Dodo.from_pretrained("someone/adapters")
+
+
 @pytest.mark.parametrize("how", ["offline mode", "no server"])
 @pytest.mark.parametrize("name", ["someone/adapters", "someone/base"])
 def test_without_a_connection_a_cached_model_still_loads(

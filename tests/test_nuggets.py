@@ -6,6 +6,7 @@ import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -276,7 +277,85 @@ def test_a_file_of_a_later_version_says_so(made: Nuggets, tmp_path: Path) -> Non
     ours["version"] = nuggets_file.FORMAT_VERSION + 1
     header["__metadata__"] = {"dodo_nuggets": json.dumps(ours)}
     _rewrite(path, header, rest)
-    with pytest.raises(NuggetsFileError, match="version 2.*upgrade"):
+    with pytest.raises(NuggetsFileError, match=f"version {nuggets_file.FORMAT_VERSION + 1}.*upgrade"):
+        Nuggets.load(path)
+
+
+def _tensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def _forge(path: Path, tensors: dict[str, torch.Tensor], header: dict[str, object]) -> None:
+    """A file whose checksum is right, whatever is in it."""
+    header = {name: value for name, value in header.items() if name != "checksum"}
+    nuggets_file._write(path, tensors, {**header, "checksum": nuggets_file._checksum(tensors, header)})
+
+
+def test_no_flipped_bit_of_the_header_goes_unnoticed(made: Nuggets, tmp_path: Path) -> None:
+    path = tmp_path / "f.nuggets"
+    made.save(path)
+    good = path.read_bytes()
+    end = 8 + struct.unpack("<Q", good[:8])[0]
+    spaces = range(end - 8, end)  # safetensors pads with what JSON does not see
+    for bit in range(0, 8 * end, 7):
+        flipped = bytearray(good)
+        flipped[bit // 8] ^= 1 << bit % 8
+        if bit // 8 in spaces and chr(good[bit // 8]) == " ":
+            continue
+        path.write_bytes(flipped)
+        with pytest.raises(NuggetsFileError):
+            Nuggets.load(path)
+
+
+def test_files_of_the_first_version_are_read(made: Nuggets, tmp_path: Path) -> None:
+    path = tmp_path / "f.nuggets"
+    made.save(path)
+    ours = json.loads(_header(path)[0]["__metadata__"]["dodo_nuggets"])  # type: ignore[index]
+    _forge(path, _tensors(path), {**ours, "version": 1})
+    assert torch.equal(Nuggets.load(path).keys, made.keys)
+    made.save(path)
+    header, rest = _header(path)
+    header["__metadata__"] = {"dodo_nuggets": json.dumps({**ours, "version": 1})}  # with the checksum of the second
+    _rewrite(path, header, rest)
+    with pytest.raises(NuggetsFileError, match="damaged"):
+        Nuggets.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("keys", lambda keys: keys[:, :, :, :-1]),
+        ("values", lambda values: values * torch.nan),
+        ("scores", lambda scores: scores[:, 1:]),
+        ("mask", torch.zeros_like),
+        ("mask", lambda mask: mask.to(torch.int32)),
+        ("sinks", lambda sinks: sinks - 3),
+        ("lengths", lambda lengths: lengths[:1].repeat(3)),
+        ("rotary.0", lambda turns: turns.repeat(9)),
+    ],
+)
+def test_contents_that_do_not_fit_are_refused(name: str, change: Callable[..., Any], made: Nuggets, tmp_path: Path) -> None:
+    path = tmp_path / "f.nuggets"
+    made.save(path)
+    ours = json.loads(_header(path)[0]["__metadata__"]["dodo_nuggets"])  # type: ignore[index]
+    tensors = _tensors(path)
+    tensors[name] = change(tensors[name]).contiguous()
+    _forge(path, tensors, ours)
+    with pytest.raises(NuggetsFileError, match="damaged"):
+        Nuggets.load(path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"rotary_layers": [0]}, {"rotary_layers": [7] * 4}, {"ratio": "abc"}, {"dtype": "int64"}, {"version": -3}]
+)
+def test_headers_that_do_not_fit_are_refused(change: dict[str, object], made: Nuggets, tmp_path: Path) -> None:
+    path = tmp_path / "f.nuggets"
+    made.save(path)
+    ours = json.loads(_header(path)[0]["__metadata__"]["dodo_nuggets"])  # type: ignore[index]
+    _forge(path, _tensors(path), {**ours, **change})
+    with pytest.raises(NuggetsFileError, match="damaged"):
         Nuggets.load(path)
 
 

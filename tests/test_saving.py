@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dodo import Dodo
-from dodo.adapter_files import SHIPPED
+from dodo.adapter_files import SHIPPED, find
 from dodo.config import DodoConfig, LoraSettings
-from dodo.errors import FingerprintMismatch, InputError
+from dodo.errors import DodoWarning, FingerprintMismatch, InputError
 from tests.conftest import small_config, stir
 from tests.standins.models import save_base, tiny_llama
 
@@ -304,3 +304,68 @@ def test_adapters_are_not_loaded_into_a_model_of_other_settings(other: dict[str,
     save_base(tmp_path / "second", model=tiny_llama(seed=4))
     with pytest.raises(FingerprintMismatch, match="belong to base weights"):
         Dodo.from_pretrained(tmp_path / "second", config=small_config()).load_adapters(tmp_path / "saved")
+
+
+def test_a_save_that_is_cut_short_leaves_no_set_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dodo = _trained(tmp_path / "base")
+    dodo.save_pretrained(tmp_path / "saved")
+    stir(dodo.compressor, seed=8)
+    moved: list[Path] = []
+    replace = Path.replace
+
+    def stopped(self: Path, target: Path) -> Path:
+        if len(moved) == 4:
+            raise OSError(5, "Input/output error")
+        moved.append(self)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", stopped)
+    with pytest.raises(InputError, match="could not save"):
+        dodo.save_pretrained(tmp_path / "saved")
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="saving them was cut short; save them again"):
+        Dodo.from_pretrained(tmp_path / "saved")
+    dodo.save_pretrained(tmp_path / "saved")
+    assert Dodo.from_pretrained(tmp_path / "saved").fingerprint.base == dodo.fingerprint.base
+
+
+@pytest.mark.parametrize("file", ["phi/adapter_model.safetensors", "scorer.safetensors"])
+def test_adapters_that_are_not_finite_are_refused(file: str, tmp_path: Path) -> None:
+    _trained(tmp_path / "base").save_pretrained(tmp_path / "saved")
+    tensors = load_file(tmp_path / "saved" / file)
+    tensors[sorted(tensors)[0]].view(-1)[0] = torch.nan
+    save_file(tensors, tmp_path / "saved" / file)
+    with pytest.raises(InputError, match="not all finite"):
+        Dodo.from_pretrained(tmp_path / "saved")
+
+
+def test_adapters_find_a_base_that_was_named_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_base(tmp_path / "m" / "base")
+    monkeypatch.chdir(tmp_path)
+    dodo = Dodo.from_pretrained("m/base")
+    dodo.save_pretrained("saved")
+    monkeypatch.chdir(tmp_path / "m")
+    assert Dodo.from_pretrained("../saved").fingerprint == dodo.fingerprint
+    (tmp_path / "m" / "base").rename(tmp_path / "moved")
+    with pytest.raises(InputError, match=r"it is the base that the adapters in \.\./saved name; pass another place as base="):
+        Dodo.from_pretrained("../saved")
+    assert Dodo.from_pretrained("../saved", base=tmp_path / "moved").fingerprint == dodo.fingerprint
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "1" * 5000, "[" * 200_000])
+def test_numbers_and_texts_beyond_all_bounds_are_one_clear_error(number: str, tmp_path: Path) -> None:
+    _trained(tmp_path / "base").save_pretrained(tmp_path / "saved")
+    path = tmp_path / "saved" / "dodo_config.json"
+    values = path.read_text(encoding="utf-8")
+    path.write_text(values.replace('"reach": ', f'"reach": {number}, "was": ', 1), encoding="utf-8")
+    with pytest.raises(InputError, match=r"dodo_config\.json") as caught:
+        Dodo.from_pretrained(tmp_path / "saved")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_with_the_name_of_what_ships_is_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "smollm2-135m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(DodoWarning, match=r"for the folder of this name say \..smollm2-135m"):
+        assert find("smollm2-135m") == SHIPPED / "smollm2-135m"
+    assert find("./smollm2-135m") is None

@@ -7,7 +7,9 @@ thresholds.json, if they have been estimated
 memory.safetensors, if they are ICAE's
 """
 
+import os
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch import Tensor
 from dodo import hub
 from dodo.compressor import Compressor
 from dodo.config import CONFIG_FILE
-from dodo.errors import InputError
+from dodo.errors import DodoWarning, InputError
 from dodo.files import for_all_to_read
 from dodo.memory import MemoryTokens
 from dodo.thresholds import THRESHOLDS_FILE, Thresholds
@@ -34,12 +36,23 @@ SHIPPED = Path(__file__).parent / "weights"
 
 
 def find(name: str, revision: str | None = None) -> Path | None:
-    """Where the adapters called `name` are (shipped, a folder, on the hub), or None if `name` is a base."""
-    if (SHIPPED / name / CONFIG_FILE).is_file():
-        return SHIPPED / name
+    """Where the adapters called `name` are (shipped, a folder, on the hub), or None if `name` is a base.
+
+    Raises:
+        InputError: a folder that a set was not saved to in full; or see `hub.find_adapters`.
+    """
     path = Path(name).expanduser()
+    if path.name == name and (SHIPPED / name / CONFIG_FILE).is_file():
+        if path.is_dir() and path.resolve() != (SHIPPED / name).resolve():
+            told = f"{name} is taken for the adapters that ship; for the folder of this name say .{os.sep}{name}"
+            warnings.warn(told, DodoWarning, stacklevel=3)
+        return SHIPPED / name
     if path.is_dir():
-        return path if (path / CONFIG_FILE).is_file() else None
+        if (path / CONFIG_FILE).is_file():
+            return path
+        if (path / SCORER_FILE).is_file():
+            raise InputError(f"{path} holds adapters without their {CONFIG_FILE}: saving them was cut short; save them again")
+        return None
     return hub.find_adapters(name, revision) if hub.is_hub_id(name) else None
 
 
@@ -54,6 +67,10 @@ def load(compressor: Compressor, folder: Path) -> None:
     soft_token = load_scorer(compressor, folder)
     with _fitting(folder), torch.no_grad():
         compressor.soft_token.copy_(soft_token.view_as(compressor.soft_token))
+        learned = (*compressor.adapters.parameters(), *compressor.scorer.parameters(), compressor.soft_token)
+        finite = all(bool(torch.isfinite(tensor).all()) for tensor in learned)
+    if not finite:
+        raise InputError(f"{folder} holds adapters that are not all finite: they would answer nothing; train them again")
     compressor.memory = None if memory is None else memory.to(compressor.soft_token.device)
 
 
@@ -92,7 +109,7 @@ def _scorer_in(folder: Path) -> dict[str, Tensor]:
 def _fitting(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (KeyError, RuntimeError) as error:
+    except (KeyError, RuntimeError, TypeError) as error:
         raise InputError(f"{folder / SCORER_FILE} does not fit this base: {str(error).splitlines()[0]}") from None
 
 
@@ -113,7 +130,7 @@ def save(
     card: str | None = None,
     thresholds: Thresholds | None = None,
 ) -> None:
-    """Write the set, each file whole or not at all.
+    """Write the set, each file whole or not at all. The configuration, without which it is none, is written last.
 
     Args:
         compressor: whose adapters, scorer, soft token, memory tokens and configuration.
@@ -123,19 +140,19 @@ def save(
         thresholds: of this scorer; None takes away those that the folder has of another.
 
     Raises:
-        InputError: the folder can't be written; files in it are unchanged or replaced whole.
+        InputError: the folder can't be written. A set that was there is unchanged, unless its files were being replaced: then
+            there is none, so that nobody takes files of two sets for one.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving.") as scratch:
             _write(compressor, Path(scratch), dtype, card)
-            if compressor.memory is None:
-                (folder / MEMORY_FILE).unlink(missing_ok=True)
-            if thresholds is None:
-                (folder / THRESHOLDS_FILE).unlink(missing_ok=True)
-            else:
+            if thresholds is not None:
                 (Path(scratch) / THRESHOLDS_FILE).write_text(thresholds.to_json(), encoding="utf-8")
-            for path in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
+            files = sorted(path for path in Path(scratch).rglob("*") if path.is_file())
+            for name in (CONFIG_FILE, MEMORY_FILE, THRESHOLDS_FILE):
+                (folder / name).unlink(missing_ok=True)
+            for path in sorted(files, key=lambda path: path.name == CONFIG_FILE):
                 target = folder / path.relative_to(scratch)
                 target.parent.mkdir(exist_ok=True)
                 for_all_to_read(path)

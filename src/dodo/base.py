@@ -20,6 +20,8 @@ from dodo.pull import BASES, Progress, pull
 __all__ = ["LoadedBase", "Quantization", "computes_in", "load_base"]
 
 Quantization = Literal["4bit", "8bit"]
+LONGEST = 300
+"""Characters of an error of transformers that are shown."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class LoadedBase:
     fingerprint: str
     """Of the weights as they are stored."""
     name: str
-    """What it was loaded from."""
+    """What it was loaded from; of a folder or a file the whole path, for adapters may be loaded from elsewhere."""
 
 
 def load_base(
@@ -75,9 +77,10 @@ def load_base(
     try:
         check_supported(AutoConfig.from_pretrained(source, **where), allow_untested=allow_untested)
         auto: Any = AutoModelForCausalLM
-        model, report = auto.from_pretrained(source, output_loading_info=True, **where, **options)
+        model, report = auto.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **where, **options)
         if missing := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
-            raise InputError(f"{str(name)!r} lacks {len(missing)} of its weights, the first of them {missing[0]}")
+            told = f"lacks {len(missing)} of its weights, or has them in other shapes, the first of them {missing[0]}"
+            raise InputError(f"{str(name)!r} {told}")
         if quantization is None:
             model = model.to(device)
             if dtype == "auto" and not computes_in(model.dtype, model.device) and _fits_twice(4 * model.num_parameters()):
@@ -88,10 +91,13 @@ def load_base(
     except DodoError:
         raise
     except Exception as error:  # transformers raises whatever a broken file makes it stumble over
-        first = (str(error).strip() or repr(error)).splitlines()[0]
+        first = " ".join((str(error).strip() or repr(error)).split())
+        first = first if len(first) <= LONGEST else f"{first[:LONGEST]} ..."
         hint = "" if "/" in str(name) else f" (known aliases: {', '.join(BASES)})"
         raise InputError(f"could not load a base model from {str(name)!r}{hint}: {first}") from error
-    return LoadedBase(model.eval(), tokenizer, _fingerprint(source, where, model), str(name))
+    local = Path(source).is_dir() and str(name) not in BASES
+    known_as = str(Path(name).expanduser().absolute()) if local else str(name)
+    return LoadedBase(model.eval(), tokenizer, _fingerprint(source, where, model), known_as)
 
 
 def computes_in(dtype: torch.dtype, device: torch.device | str) -> bool:

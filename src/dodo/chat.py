@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 from dodo.autoregressive import Autoregressive
+from dodo.errors import InputError
 from dodo.model import Dodo
 from dodo.prompts import MESSAGE, check_whole, first_turn, next_turn, turn_ids
 from dodo.streaming import StreamingCache, settings_of
@@ -66,14 +67,23 @@ class Chat:
         settings = {"eos_token_id": self._ends} if self._ends else {}
         generation["stopping_criteria"] = [*generation.get("stopping_criteria", ()), last]
         pieces = self._dodo.stream_text(ids, cache=self.cache, max_new_tokens=max_new_tokens, **{**settings, **generation})
+        refused = False
         try:
             yield from pieces
+        except InputError:
+            refused = self.cache.tokens == before
+            raise
         finally:
             pieces.close()
-            self._unread = ids[self.cache.tokens - before :]
-            self.complete = last.token in self._ends
-            if last.token is not None and not self.complete:
-                self._unread = [last.token]
+            if not refused:
+                self._said(ids, before, last)
+
+    def _said(self, ids: list[int], before: int, last: "_Last") -> None:
+        """Note what a reply leaves to be read by the next turn."""
+        self._unread = ids[self.cache.tokens - before :]
+        self.complete = last.token in self._ends
+        if last.token is not None and not self.complete:
+            self._unread = [last.token]
 
     def _turn(self, message: str) -> list[int]:
         """Token ids of all that is to be read before the reply."""

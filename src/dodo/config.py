@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dodo.errors import InputError
 
-__all__ = ["CONFIG_FILE", "DodoConfig", "LoraSettings", "PositionScheme", "Use", "read_versioned"]
+__all__ = ["CONFIG_FILE", "DodoConfig", "LoraSettings", "PositionScheme", "Use", "is_number", "read_versioned"]
 
 PositionScheme = Literal["original", "compact"]
 Use = Literal["text", "questions"]
@@ -36,7 +36,7 @@ class LoraSettings:
 
     def __post_init__(self) -> None:
         _whole("LoRA rank", self.rank, least=1)
-        if not (_is_number(self.alpha) and self.alpha > 0):
+        if not (is_number(self.alpha) and self.alpha > 0):
             raise InputError(f"LoRA alpha must be a number above 0, not {self.alpha!r}")
         if isinstance(self.targets, list):  # JSON has no tuples
             object.__setattr__(self, "targets", tuple(self.targets))
@@ -102,7 +102,7 @@ class DodoConfig:
                 raise InputError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.selection not in ("top-k", "density", "coverage"):
             raise InputError(f"selection must be 'top-k', 'density' or 'coverage', not {self.selection!r}")
-        if not _is_number(self.reach) or self.reach <= 0:
+        if not is_number(self.reach) or self.reach <= 0:
             raise InputError(f"reach must be a number of tokens above 0, not {self.reach!r}")
         if self.positions not in ("original", "compact"):
             raise InputError(f"positions must be 'original' or 'compact', not {self.positions!r}")
@@ -164,7 +164,7 @@ def read_versioned(text: str, *, newest: int, where: str) -> dict[str, Any]:
     """
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{where} must hold a JSON object, not {type(values).__name__}")
@@ -191,12 +191,16 @@ def _whole(name: str, value: object, *, least: int) -> None:
         raise InputError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: object) -> bool:
+    """Whether a value is a finite int or float."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int beyond all floats
+        return False
 
 
 def _is_ratio(value: Any) -> bool:
-    return _is_number(value) and value >= 1
+    return is_number(value) and value >= 1
 
 
 def _is_range(value: Any) -> bool:

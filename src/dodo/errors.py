@@ -18,6 +18,7 @@ __all__ = [
     "UnsupportedFileError",
     "UnsupportedModelError",
     "WindowError",
+    "is_out_of_memory",
 ]
 
 
@@ -79,3 +80,12 @@ class UnsupportedFileError(InputError):
 
 class DodoWarning(UserWarning):
     """Something works but is probably not what was meant."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, not of this package, says that memory ran out: Python's own, or PyTorch's on a GPU or a CPU.
+
+    >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), is_out_of_memory(RuntimeError("a bug"))
+    (True, False)
+    """
+    return isinstance(error, MemoryError) or any(words in str(error) for words in ("out of memory", "can't allocate memory"))

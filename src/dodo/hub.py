@@ -59,6 +59,8 @@ def find_adapters(name: str, revision: str | None = None) -> Path | None:
         reason = _first_line(error)
     except HFValidationError:
         reason = "that is no name of a repository"
+    except Exception as error:  # of the HTTP client or a proxy: they have no base in common
+        reason = _first_line(error)
     raise InputError(f"{name!r} is no local folder, and could not be loaded from the hub: {reason}") from None
 
 

@@ -9,12 +9,13 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from dodo.errors import DodoWarning, InputError
 from dodo.inspection import GREEN, Inspection, grey, parts, visible
 
-__all__ = ["to_png"]
+__all__ = ["check_plotting", "to_png"]
 
 _DPI = 200
 _WIDTH = 1600
@@ -23,7 +24,18 @@ _FONT_POINTS = 11
 _LINE = 52
 _TALLEST = 60_000
 """Pixels; matplotlib draws no higher than 2^16."""
+_LONGEST_TITLE = 60
 _FALLBACKS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "Noto Sans", "Noto Emoji", "Symbola", "Unifont")
+
+
+def check_plotting() -> None:
+    """Whether pictures can be drawn.
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise InputError("a picture needs matplotlib: pip install 'dodo-lm[plot]'; or make a page with --html")
 
 
 def to_png(inspection: Inspection, *, title: str) -> bytes:
@@ -35,13 +47,12 @@ def to_png(inspection: Inspection, *, title: str) -> bytes:
     Raises:
         InputError: the text is too long for a picture, or matplotlib is not installed.
     """
-    try:
-        from matplotlib import font_manager
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Rectangle
-    except ImportError:
-        raise InputError("a picture needs matplotlib: pip install 'dodo-lm[plot]'; or make a page with --html") from None
+    check_plotting()
+    from matplotlib import font_manager
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
     installed = {entry.name for entry in font_manager.fontManager.ttflist}
     families = ["DejaVu Sans", *(family for family in _FALLBACKS if family in installed)]
     font = font_manager.FontProperties(family=families, size=_FONT_POINTS)
@@ -70,7 +81,8 @@ def to_png(inspection: Inspection, *, title: str) -> bytes:
         summary = f"{inspection.n:,} tokens, {inspection.k:,} nuggets (green); darker: higher score"
         if not inspection.trained:
             summary += "; the scorer is untrained"
-        write(_MARGIN, 0, f"{visible(title)}: {summary}".replace("\n", " "), "black")
+        shown = visible(title) if len(title) <= _LONGEST_TITLE else f"{visible(title[: _LONGEST_TITLE - 4])} ..."
+        write(_MARGIN, 0, f"{shown}: {summary}".replace("\n", " "), "black")
         for x, line, piece in placed:
             if piece.marked:
                 corner = (x - 1, height - _MARGIN - (line + 2.98) * _LINE)

@@ -31,7 +31,7 @@ from dodo.autoregressive import Autoregressive
 from dodo.base import LoadedBase, load_base
 from dodo.compressor import Compressor
 from dodo.config import CONFIG_FILE, DodoConfig, Use
-from dodo.errors import DodoWarning, FingerprintMismatch, InputError
+from dodo.errors import DodoWarning, FingerprintMismatch, InputError, UnsupportedModelError
 from dodo.generation import generate_ids, pad_rows
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.pieces import Pieces
@@ -58,7 +58,9 @@ class Dodo:
     """
 
     def __init__(self, base: LoadedBase, config: DodoConfig | None = None) -> None:
-        config = config or DodoConfig(feature_layer=min(3, base.model.config.num_hidden_layers - 1))
+        if (layers := base.model.config.num_hidden_layers) < 2:
+            raise UnsupportedModelError(f"{base.name} has {layers} layer; the scorer reads one below the last, so two are needed")
+        config = config or DodoConfig(feature_layer=min(3, layers - 1))
         config = dataclasses.replace(config, base=config.base or base.name, base_fingerprint=base.fingerprint)
         self._base = base
         self.tokenizer: PreTrainedTokenizerBase = base.tokenizer
@@ -112,7 +114,13 @@ class Dodo:
         config = DodoConfig.load(folder / CONFIG_FILE)
         if base is None and config.base is None:
             raise InputError(f"{folder / CONFIG_FILE} names no base model; pass base=...")
-        loaded = load_base(base or str(config.base), **loading)
+        try:
+            loaded = load_base(base or str(config.base), **loading)
+        except InputError as error:
+            if base is not None:
+                raise
+            told = f"it is the base that the adapters in {name} name; pass another place as base=, or write it into {CONFIG_FILE}"
+            raise InputError(f"{error}; {told}") from error
         if config.base_fingerprint not in (None, loaded.fingerprint) and not ignore_fingerprint:
             raise FingerprintMismatch(
                 f"the adapters in {name} were trained on base weights {config.base_fingerprint}, but {loaded.name} has "

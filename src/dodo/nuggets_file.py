@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,15 +16,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dodo.config import PositionScheme, Use
+from dodo.config import PositionScheme, Use, is_number
 from dodo.errors import InputError, NuggetsFileError
-from dodo.files import for_all_to_read
+from dodo.files import beside, for_all_to_read
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.rotary import Rotary
 
 __all__ = ["FORMAT_VERSION", "StorageType", "load", "save"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The checksum of version 1, which is read too, was of the tensors alone."""
 StorageType = Literal["float32", "bfloat16", "float16", "int8"]
 
 _HEADER_KEY = "dodo_nuggets"
@@ -66,9 +66,8 @@ def save(nuggets: Nuggets, path: str | Path, *, storage: StorageType | None = No
         "scheme": here.scheme,
         "rotary_layers": list(here.rotary.layers),
         "fingerprint": vars(here.fingerprint),
-        "checksum": _checksum(tensors),
     }
-    _write(path, tensors, header)
+    _write(path, tensors, {**header, "checksum": _checksum(tensors, header)})
 
 
 def load(path: str | Path) -> Nuggets:
@@ -87,18 +86,20 @@ def load(path: str | Path) -> Nuggets:
                 raise NuggetsFileError(f"{path} is a safetensors file but holds no nuggets")
             header = json.loads(metadata[_HEADER_KEY])
             version = header["version"]
+            if type(version) is not int or version < 1:
+                raise ValueError(f"its format version is {version!r}")
             if version > FORMAT_VERSION:
                 raise NuggetsFileError(f"{path} has format version {version}; this dodo reads up to {FORMAT_VERSION}: upgrade it")
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
     except FileNotFoundError:
         raise NuggetsFileError(f"there is no file {path}") from None
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise NuggetsFileError(f"{path} is not a nuggets file, or is damaged or truncated ({error})") from None
     try:
-        if header["checksum"] != _checksum(tensors):
+        if header.pop("checksum") != _checksum(tensors, header):
             raise NuggetsFileError(f"{path} is damaged: its contents do not match its checksum; make it again")
         return _assemble(header, tensors)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise NuggetsFileError(f"{path} is damaged: {error!r}") from None
 
 
@@ -121,9 +122,27 @@ def _assemble(header: dict[str, Any], tensors: dict[str, Tensor]) -> Nuggets:
         rotary=Rotary(frequencies=tuple(rotations), layers=tuple(header["rotary_layers"])),
         fingerprint=Fingerprint(**header["fingerprint"]),
     )
-    if (header["n"], header["k"]) != (nuggets.lengths.tolist(), nuggets.k.tolist()):
+    if not _fits_together(nuggets) or (header["n"], header["k"]) != (nuggets.lengths.tolist(), nuggets.k.tolist()):
         raise ValueError("its header does not describe its contents")
     return nuggets
+
+
+def _fits_together(nuggets: Nuggets) -> bool:
+    """Whether shapes, types and values are those of nuggets, which a checksum of whoever made the file does not show."""
+    layers, texts, _, states, width = nuggets.keys.shape
+    rows = (nuggets.positions, nuggets.indices, nuggets.scores, nuggets.token_ids, nuggets.mask)
+    singles = (nuggets.lengths, nuggets.next_positions, nuggets.sinks)
+    shapes = nuggets.values.shape[:4] == nuggets.keys.shape[:4] and all(row.shape == (texts, states) for row in rows)
+    if not shapes or any(single.shape != (texts,) for single in singles) or nuggets.mask.dtype != torch.bool:
+        return False
+    floating = all(tensor.is_floating_point() for tensor in (nuggets.keys, nuggets.values, nuggets.scores))
+    held_scores = nuggets.scores[nuggets.mask]
+    finite = all(bool(torch.isfinite(tensor).all()) for tensor in (nuggets.keys, nuggets.values, held_scores))
+    turns = nuggets.rotary.frequencies
+    known = len(nuggets.rotary.layers) == layers and all(type(i) is int and -1 <= i < len(turns) for i in nuggets.rotary.layers)
+    turned = all(turn.ndim == 1 and turn.is_floating_point() and 2 * len(turn) <= width for turn in turns)
+    held = bool((nuggets.sinks >= 0).all()) and bool((nuggets.k > 0).all())
+    return floating and finite and known and turned and held and (nuggets.ratio is None or is_number(nuggets.ratio))
 
 
 def _stored(name: str, states: Tensor, storage: str) -> dict[str, Tensor]:
@@ -148,10 +167,14 @@ def _restored(name: str, tensors: dict[str, Tensor], dtype: torch.dtype) -> Tens
     return states.to(dtype)
 
 
-def _checksum(tensors: dict[str, Tensor]) -> str:
+def _checksum(tensors: dict[str, Tensor], header: dict[str, Any]) -> str:
     digest = hashlib.sha256()
+    alone = header["version"] == 1
+    if not alone:
+        digest.update(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
-        digest.update(f"{name} {list(tensors[name].shape)}".encode())
+        kind = "" if alone else f" {tensors[name].dtype}"
+        digest.update(f"{name} {list(tensors[name].shape)}{kind}".encode())
         digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -159,7 +182,7 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
 def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        handle, temporary = beside(path)
         os.close(handle)
         save_file(tensors, temporary, metadata={_HEADER_KEY: json.dumps(header)})
         with open(temporary, "r+b") as written:  # "rb" can not be synced on Windows

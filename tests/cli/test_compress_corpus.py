@@ -1,5 +1,6 @@
 """Laws of `dodo compress-corpus`."""
 
+import gzip
 import json
 import lzma
 import os
@@ -7,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from dodo.corpus.documents import Failure, documents, files_of
 from dodo.nuggets import Nuggets
 from dodo.nuggets_file import save
 from tests.cli.conftest import COMMAND
@@ -28,7 +31,8 @@ def corpus(tmp_path):
     (folder / "b/c.md").write_text("# Pigeons\n\nThere are many.", encoding="utf-8")
     with lzma.open(folder / "d.jsonl.xz", "wt", encoding="utf-8") as file:
         file.write(json.dumps({"text": "One line."}) + "\n" + json.dumps({"text": "Another line."}) + "\n")
-    pq.write_table(pa.table({"text": ["A row."]}), folder / "e.parquet")
+    beyond = pa.array([1_460_000_000], pa.int32()).cast(pa.date32())  # no date of Python's
+    pq.write_table(pa.table({"text": ["A row."], "day": beyond}), folder / "e.parquet")
     (folder / "picture.png").write_bytes(b"not read")
     return folder
 
@@ -123,14 +127,99 @@ def test_equal_texts_share_a_file(compress, corpus, out):
 def test_documents_that_fail_are_named_at_the_end_and_stop_nothing(compress, corpus, out):
     (corpus / "aa.txt").write_bytes(b"\xff\xff")
     (corpus / "ab.txt").write_bytes(b"")
-    (corpus / "ac.jsonl").write_text('{"title": "no text"}\n{"text": "Good."}\n{broken\n', encoding="utf-8")
+    lines = '{"title": "no text"}\n{"text": "Good."}\n{broken\n\n' + "[" * 200_000 + '\n{"text": "Behind it."}\n'
+    (corpus / "ac.jsonl").write_text(lines, encoding="utf-8")
     (corpus / "ad.parquet").write_bytes(b"no parquet")
+    packed = bytearray(gzip.compress(b'{"text": "Packed."}\n' * 50))
+    packed[20:24] = b"\xff\xff\xff\xff"
+    (corpus / "ae.jsonl.gz").write_bytes(packed)
     report = compress(corpus)
-    assert (report["exit_code"], report["documents"]) == (1, 6)
-    assert [failed["document"] for failed in report["failed"]] == ["aa.txt", "ab.txt", "ac.jsonl#1", "ac.jsonl", "ad.parquet"]
+    assert (report["exit_code"], report["documents"]) == (1, 7)
+    failed = [failure["document"] for failure in report["failed"]]
+    assert failed == ["aa.txt", "ab.txt", "ac.jsonl#1", "ac.jsonl#3", "ac.jsonl#4", "ad.parquet", "ae.jsonl.gz"]
     assert "ac.jsonl, line 3: not JSON" in report["failed"][3]["error"]
-    assert "error: 5 of 11 documents failed" in report["stderr"]
-    assert {row["document"] for row in index(out)} == {*NAMES, "ac.jsonl#2"}
+    assert "ae.jsonl.gz can't be read" in report["failed"][6]["error"]
+    assert "error: 7 of 14 documents failed" in report["stderr"]
+    assert {row["document"] for row in index(out)} == {*NAMES, "ac.jsonl#2", "ac.jsonl#5"}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
+def test_what_links_lead_to_is_read_and_links_to_nowhere_fail(compress, corpus, out, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/linked.txt").write_text("Linked.", encoding="utf-8")
+    (corpus / "l").symlink_to(tmp_path / "elsewhere")
+    (corpus / "b/back").symlink_to(corpus)
+    (corpus / "lost.txt").symlink_to(tmp_path / "nowhere")
+    report = compress(corpus)
+    assert [failure["document"] for failure in report["failed"]] == ["lost.txt"]
+    assert {row["document"] for row in index(out)} == {*NAMES, "l/linked.txt"}
+
+
+def test_a_folder_that_can_not_be_listed_is_handed_on(monkeypatch, tmp_path):
+    (tmp_path / "a.txt").write_text("A.", encoding="utf-8")
+    (tmp_path / "shut").mkdir()
+    walk = os.walk
+
+    def shut(top, onerror, **how):
+        onerror(PermissionError(13, "Permission denied", str(tmp_path / "shut")))
+        yield from walk(top, onerror=onerror, **how)
+
+    monkeypatch.setattr("dodo.corpus.documents.os.walk", shut)
+    files = files_of(tmp_path, besides=tmp_path / "out")
+    assert [one.name for one in documents(files, tmp_path) if isinstance(one, Failure)] == ["shut"]
+
+
+def test_a_text_that_does_not_fit_the_memory_stops_nothing(compress, corpus, monkeypatch):
+    from dodo import Dodo
+
+    whole = Dodo.compress
+
+    def little(self, text, **how):
+        if text.startswith("# Pigeons"):
+            raise RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        return whole(self, text, **how)
+
+    monkeypatch.setattr(Dodo, "compress", little)
+    report = compress(corpus)
+    assert [failure["document"] for failure in report["failed"]] == ["b/c.md"]
+    assert report["documents"] == 4 and "too little memory for its 26 characters" in report["failed"][0]["error"]
+
+
+def test_what_an_earlier_run_wrote_inside_the_input_is_not_read(compress, corpus):
+    for ratio in ("2", "4"):
+        assert compress(corpus, "--ratio", ratio, into=corpus / f"r{ratio}")["failed"] == []
+
+
+def test_the_same_model_by_another_path_is_the_same(compress, corpus, models, monkeypatch):
+    compress(corpus)
+    monkeypatch.chdir(Path(models.base).parent)
+    assert compress(corpus, "--model", Path(models.base).name)["skipped"] == 5
+
+
+def test_a_document_of_the_same_name_from_another_corpus_has_a_warning(compress, corpus, out, tmp_path):
+    for year in ("2023", "2024"):
+        (tmp_path / year).mkdir()
+        (tmp_path / year / "summary.txt").write_text(f"Of {year}.", encoding="utf-8")
+        report = compress(tmp_path / year)
+    assert "a document of this name from" in report["stderr"]
+    assert [len(row["warnings"]) for row in index(out)] == [0, 1]
+
+
+def test_a_file_is_read_as_it_is_by_compress(compress, corpus, out, run, models):
+    (corpus / "a.txt").write_bytes(b"\xef\xbb\xbfTwo\r\nlines.")
+    (corpus / "f.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "Marked."}\n')
+    assert compress(corpus, "--ratio", "4")["failed"] == []
+    run("compress", corpus / "a.txt", "-o", out.parent / "one", "--ratio", "4", "--model", models.base)
+    assert (out / index(out)[0]["file"]).read_bytes() == (out.parent / "one").read_bytes()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="such names can't be")
+def test_a_name_that_looks_like_a_hub_id_is_a_file(compress, tmp_path, monkeypatch):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/hf:owner").mkdir()
+    (tmp_path / "texts/hf:owner/name.txt").write_text("Local.", encoding="utf-8")
+    monkeypatch.chdir(tmp_path / "texts")
+    assert compress(Path("."))["failed"] == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="such names can't be")
@@ -167,13 +256,24 @@ def test_a_folder_in_use_is_refused(run, corpus, out, no_model):
     assert "another run is writing" in result.stderr
 
 
-def test_an_index_of_something_else_is_left_alone(run, corpus, out, no_model):
+@pytest.mark.parametrize(
+    "rows",
+    [
+        '{"other": 1}\n',
+        '{"title": "of one line, without an end"}',
+        '{"file": "x.nuggets"}\n',
+        '{"file": "x.nuggets", "document": ["a"], "bytes": 1}\n',
+        '{"file": "x.nuggets", "document": "a"}\n',
+        "[" * 200_000 + "\n",
+    ],
+)
+def test_an_index_of_something_else_is_left_alone(run, corpus, out, no_model, rows):
     out.mkdir()
-    (out / "index.jsonl").write_text('{"other": 1}\n', encoding="utf-8")
+    (out / "index.jsonl").write_text(rows, encoding="utf-8")
     result = run("compress-corpus", corpus, out)
     assert result.exit_code == 1
     assert "is not an index of compressed documents" in result.stderr
-    assert (out / "index.jsonl").read_text(encoding="utf-8") == '{"other": 1}\n'
+    assert (out / "index.jsonl").read_text(encoding="utf-8") == rows
 
 
 def test_a_full_disk_stops_the_run_and_keeps_what_is_done(run, compress, corpus, out, models, monkeypatch):

@@ -1,7 +1,9 @@
 """Laws of `dodo inspect`; what is drawn is tested in test_inspection.py."""
 
 import json
+import os
 import re
+import sys
 
 import pytest
 
@@ -96,3 +98,23 @@ def test_a_page_and_a_picture_do_not_go_to_one_file(run, document, tmp_path, no_
     result = run("inspect", document, "--html", tmp_path / "x", "--png", tmp_path / "x")
     assert result.exit_code == 2
     assert "choose another name" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="such names can't be")
+def test_a_name_that_is_no_text_is_shown_as_far_as_it_is(run, models, tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    document = tmp_path / os.fsdecode(b"caf\xe9" + b"x" * 200 + b".txt")
+    document.write_text(TEXT, encoding="utf-8")
+    page, picture = tmp_path / "a.html", tmp_path / "a.png"
+    result = run("inspect", document, "--html", page, "--png", picture, "--model", models.base)
+    assert result.exit_code == 0
+    assert "caf\ufffdx" in page.read_text(encoding="utf-8")
+    assert picture.stat().st_size > 0
+
+
+def test_without_matplotlib_no_page_is_written_either(run, document, tmp_path, no_model, monkeypatch):
+    monkeypatch.setattr("dodo.inspection_png.find_spec", lambda name: None)
+    result = run("inspect", document, "--html", tmp_path / "a.html", "--png", tmp_path / "a.png")
+    assert result.exit_code == 1
+    assert "a picture needs matplotlib" in result.stderr
+    assert list(tmp_path.iterdir()) == [document]

@@ -15,7 +15,7 @@ import click
 
 from dodo import __version__
 from dodo.cli.terminal import own_warnings
-from dodo.errors import DodoError
+from dodo.errors import DodoError, is_out_of_memory
 
 __all__ = ["VERBS", "Verbs", "dodo", "main"]
 
@@ -98,7 +98,7 @@ class Verbs(click.Group):
             except (DodoError, OSError, MemoryError) as error:
                 _leave(FAILED, _line(str(error) or type(error).__name__))
             except RuntimeError as error:
-                if "out of memory" not in str(error):
+                if not is_out_of_memory(error):
                     raise
                 _leave(FAILED, f"{_line(str(error).splitlines()[0])}; try a shorter text, or --device cpu")
         sys.exit(result if isinstance(result, int) else 0)

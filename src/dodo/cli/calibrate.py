@@ -98,8 +98,6 @@ def command(
     with counter("token") as progress:
         made = calibrate(dodo, corpus, tokens=tokens, check=check, seed=seed, progress=progress, **share)
     rows = [(ratio, made.thresholds.at(ratio), made.realised(ratio)) for ratio in ratios or made.thresholds.ratios]
-    _store(dodo, home, out)
-
     far = [ratio for ratio, _, realised in rows if COMMON[0] <= ratio <= COMMON[1] and abs(realised / ratio - 1) > FAR]
     checked = made.checked_scores.numel()
     if as_json:
@@ -122,6 +120,7 @@ def command(
         click.echo(f"{'ratio':>6}{'realised':>10}{'error':>9}{'threshold':>11}")
         for ratio, value, realised in rows:
             click.echo(f"{ratio:>6g}{realised:>10.2f}{realised / ratio - 1:>+9.1%}{value:>11.4f}")
+    _store(dodo, home, out)  # last: what was measured is not lost where it can't be written
     sampled = f"{made.thresholds.tokens:,} tokens of {made.texts:,} texts sampled"
     note(f"{sampled}, tried on {checked:,} of {made.checked_texts:,} others")
     if far:

@@ -1,6 +1,5 @@
 """`dodo chat`: a conversation without end, in a memory that does not grow."""
 
-import json
 import sys
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dodo.cli.options import Sampling, json_option, language_model_options, load_model, note_fresh, sampling_options
-from dodo.cli.terminal import note
+from dodo.cli.terminal import echo_json, note
 from dodo.cli.writing import check_threshold, held, held_line, language_model, memory_options
 from dodo.errors import InputError
 
@@ -92,11 +91,14 @@ def _turn(chat: "Chat", message: str, most: int, settings: dict[str, Any], *, as
                     click.echo(piece, nl=False)
     except KeyboardInterrupt:
         stopped = True
+    except InputError as error:
+        if not sys.stdin.isatty():
+            raise
+        note(f"{error}; the conversation goes on without it")
+        return
     ended = "stopped" if stopped else "whole" if chat.complete else "cut"
     if as_json:
-        click.echo(
-            json.dumps({"user": message, "answer": "".join(pieces), "ended": ended, **held(chat.cache)}, ensure_ascii=False)
-        )
+        echo_json({"user": message, "answer": "".join(pieces), "ended": ended, **held(chat.cache)}, indent=None)
         return
     click.echo()
     cut = {"stopped": "; stopped", "cut": f"; cut at {most:,} tokens (--max-new-tokens)", "whole": ""}[ended]

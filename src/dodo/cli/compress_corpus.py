@@ -58,7 +58,8 @@ def command(
     """Compress each document in INPUT and write it to the folder OUT.
 
     INPUT is a folder of texts (.txt, .md), JSON lines (.jsonl, .jsonl.xz, .jsonl.gz; the field 'text' of each) and parquet
-    files, or one such file. Documents that fail are listed at the end, and the exit code is 1.
+    files, or one such file. Documents that fail are listed at the end, and the exit code is 1. Folders in INPUT that an earlier
+    run wrote are left out. OUT is for one INPUT: names in its index are within that.
 
     With --ray, all machines must see INPUT, OUT and the model under the same names, and have Dodo.
     """
@@ -113,8 +114,11 @@ def command(
             ("seconds", f"{result['seconds']:.2f}"),
         ]
         click.echo(table(rows))
+    from dodo.inspection import visible
+
     for failure in report.failures:
-        click.echo(f"failed: {failure.name}: {' '.join(failure.error.split())}", err=True)
+        told = " ".join(f"{failure.name}: {failure.error}".split())
+        click.echo(f"failed: {visible(told)}", err=True)
     if report.failures:
         total = len(report.rows) + len(report.failures)
         raise DodoError(f"{len(report.failures)} of {total} documents failed; mend them and run the same again: it does the rest")

@@ -1,6 +1,7 @@
 """`dodo inspect`: Figure 7 of a text."""
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,20 +67,24 @@ def command(
         check_output(path, flag=flag, force=force)
         if path.exists() and file != "-" and path.samefile(file):
             raise click.UsageError(f"{flag} {path}: is the input itself; choose another name")
+    from dodo.inspection_png import check_plotting, to_png
+
+    if png is not None:
+        check_plotting()
     dodo, _ = load_model(model, device, dtype)
     note_fresh(dodo)
     from dodo.inspection import inspect_text, to_marked_text, to_terminal
     from dodo.inspection_html import to_html
-    from dodo.inspection_png import to_png
 
-    title = "standard input" if file == "-" else Path(file).name
+    title = "standard input" if file == "-" else os.fsencode(Path(file).name).decode("utf-8", "replace")
     with reporter() as report:
         report("scoring", 0, 0)
         seen = inspect_text(dodo, text, ratio=ratio, nuggets=nuggets, use=use)
+        made = [(png, to_png(seen, title=title))] if png is not None else []
         if html is not None:
-            write_whole(html, to_html(seen, title=title).encode())
-        if png is not None:
-            write_whole(png, to_png(seen, title=title))
+            made.append((html, to_html(seen, title=title).encode()))
+        for path, data in made:  # both or none
+            write_whole(path, data)
     if as_json:
         echo_json(
             {

@@ -5,14 +5,14 @@ A nuggets file is told from a text by its content: it is a safetensors file, who
 
 import os
 import sys
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import click
 
+from dodo.data.reading import decode_text
 from dodo.errors import DodoError, InputError
-from dodo.files import for_all_to_read
+from dodo.files import beside, for_all_to_read
 
 __all__ = ["Source", "check_output", "read_source", "read_text", "write_whole"]
 
@@ -78,7 +78,7 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        handle, temporary = beside(path)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         for_all_to_read(temporary)
@@ -110,24 +110,7 @@ def _read(name: str) -> bytes:
 
 
 def _decode(data: bytes, name: str) -> str:
-    shown = "standard input" if name == "-" else name
-    if not data:
-        raise InputError(f"{shown} is empty: there is no text to read")
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise InputError(f"{shown} is UTF-16 (byte offset 0), not UTF-8; convert it: iconv -f UTF-16 -t UTF-8")
-    if (offset := data.find(b"\0")) >= 0:
-        raise InputError(f"{shown} is binary, not text: byte 0x00 at byte offset {offset}; give a UTF-8 text")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{shown} is not UTF-8 text: byte 0x{data[error.start]:02x} at byte offset {error.start}; "
-            "convert it (for instance iconv -f LATIN1 -t UTF-8) or give another file"
-        ) from None
-    text = text.removeprefix("\ufeff")
-    if not text:
-        raise InputError(f"{shown} is empty but for a byte order mark: there is no text to read")
-    return text
+    return decode_text(data, "standard input" if name == "-" else name)
 
 
 def _is_safetensors(data: bytes) -> bool:

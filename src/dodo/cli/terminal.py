@@ -25,10 +25,10 @@ def warn(message: str) -> None:
     click.echo(f"warning: {' '.join(message.split())}", err=True)
 
 
-def echo_json(result: Any) -> None:
-    """Print a result for machines."""
+def echo_json(result: Any, *, indent: int | None = 2) -> None:
+    """Print a result for machines; on one line without an indent."""
     whole = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "") == "utf8"
-    click.echo(json.dumps(result, indent=2, ensure_ascii=not whole, allow_nan=False))
+    click.echo(json.dumps(result, indent=indent, ensure_ascii=not whole, allow_nan=False))
 
 
 def table(rows: list[tuple[str, str]]) -> str:

@@ -3,16 +3,19 @@
 What can't be read is handed on as a failure in its place, so that the rest is read all the same.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dodo.data.reading import read_records, text_field
+from dodo.data.reading import read_each, text_field
 from dodo.errors import InputError
 
-__all__ = ["SUFFIXES", "Document", "Failure", "documents", "files_of"]
+__all__ = ["INDEX", "SUFFIXES", "Document", "Failure", "documents", "files_of"]
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.xz", ".jsonl.gz", ".parquet")
+INDEX = "index.jsonl"
+"""In a folder that documents are compressed into, beside their nuggets."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,12 @@ def files_of(source: Path, *, besides: Path) -> list[Path]:
     """The file itself, or the files of a folder that hold documents, in the order of their names.
 
     Args:
-        source: a file or a folder, read with the folders in it.
+        source: a file or a folder, read with the folders in it, also where links lead to them.
         besides: the folder that is written to. If it lies in `source` it is left out, and if it is `source`, its index is.
+            Folders in `source` that were written to before are left out too.
+
+    Returns:
+        Also the folders that can't be read, and links that lead nowhere: `documents` hands them on as failures.
 
     Raises:
         InputError: there is no such file or folder, or nothing in it that can be read.
@@ -45,29 +52,50 @@ def files_of(source: Path, *, besides: Path) -> list[Path]:
         return [source]
     if not source.is_dir():
         raise InputError(f"there is no file or folder {source}")
-    found = sorted(path for path in source.rglob("*") if path.name.lower().endswith(SUFFIXES) and path.is_file())
-    here, own = source.resolve(), besides.resolve()
-    if own == here:
-        found = [path for path in found if path != source / "index.jsonl"]
-    elif own.is_relative_to(here):
-        found = [path for path in found if not path.resolve().is_relative_to(own)]
+    own = besides.resolve()
+    found = sorted(path for path in _files_in(source, own) if own != source.resolve() or path != source / INDEX)
     if not found:
         raise InputError(f"the folder {source} holds no documents: files that end in {', '.join(SUFFIXES)}")
     return found
+
+
+def _files_in(source: Path, own: Path) -> Iterator[Path]:
+    unreadable: list[OSError] = []
+    seen = {source.resolve()}
+    for folder, inner, names in os.walk(source, onerror=unreadable.append, followlinks=True):
+        here = Path(folder)
+        made = INDEX in names and any(name.endswith(".nuggets") for name in names)
+        if here != source and (made or here.resolve() == own):
+            inner.clear()
+            continue
+        inner.sort()
+        for name in names:
+            if name.lower().endswith(SUFFIXES) and ((here / name).is_file() or (here / name).is_symlink()):
+                yield here / name
+        for name in list(inner):
+            if (target := (here / name).resolve()) in seen:  # a link back, which would have no end
+                inner.remove(name)
+            seen.add(target)
+    yield from (Path(error.filename) for error in unreadable)
 
 
 def documents(files: Sequence[Path], source: Path) -> Iterator[Document | Failure]:
     """The documents of these files in order, and what can't be read as a failure. Names are within `source`."""
     for path in files:
         name = path.relative_to(source).as_posix() if path != source else path.name
+        if path.is_dir():
+            yield Failure(name, "this folder can't be read")
+            continue
         whole = name.lower().endswith((".txt", ".md"))
         number = 0
         try:
-            for number, record in enumerate(read_records(str(path)), 1):
+            for number, record in enumerate(read_each(path, fields=("text",)), 1):
                 here = name if whole else f"{name}#{number}"
                 try:
+                    if isinstance(record, InputError):
+                        raise record
                     yield Document(here, text_field(record))
                 except InputError as error:
                     yield Failure(here, str(error))
-        except (OSError, ValueError) as error:  # UnicodeDecodeError and pyarrow's own are ValueErrors
+        except InputError as error:
             yield Failure(name, str(error) if whole else f"{error}; read as far as record {number}")

@@ -84,11 +84,10 @@ def compress_corpus_on_ray(
                     )
                 )
                 for row in rows.iter_rows():
-                    _take(json.loads(row["row"]), report, index)
+                    _take(json.loads(row["row"]), report, index, source)
                     progress(report.done)
         except ray.exceptions.RayError as error:
-            last = str(error).strip().splitlines()[-1]
-            raise DodoError(f"a worker failed: {last}; run the same again, perhaps with fewer workers: it goes on") from None
+            raise DodoError(f"a worker failed: {_reason(error)}; what is done stays done") from None
     return report
 
 
@@ -101,14 +100,26 @@ def _ray_data() -> Any:
     return data
 
 
-def _take(row: dict[str, Any], report: Report, index: Index) -> None:
+def _reason(error: Any) -> str:
+    """What was first raised, and what may help."""
+    from ray.exceptions import OutOfMemoryError, RayActorError, WorkerCrashedError
+
+    first = error
+    while (before := getattr(first, "cause", None) or first.__cause__) is not None and before is not first:
+        first = before
+    lines = str(first).strip().splitlines() or [""]
+    died = isinstance(first, OutOfMemoryError | RayActorError | WorkerCrashedError)
+    return f"{type(first).__name__}: {lines[-1]}{'; perhaps for want of memory: try fewer workers' if died else ''}"
+
+
+def _take(row: dict[str, Any], report: Report, index: Index, source: Path) -> None:
     if "stop" in row:
         raise DodoError(row["stop"])
     if "error" in row:
         report.failures.append(Failure(row["document"], row["error"]))
         return
     report.skipped += row["made"] is None
-    report.rows.append(index.put(row["document"], row["key"], row["made"]))
+    report.rows.append(index.put(row["document"], row["key"], row["made"], source=source))
 
 
 # -- in a worker

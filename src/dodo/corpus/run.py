@@ -63,7 +63,7 @@ def compress_corpus(
             else:
                 try:
                     made = None if future is None else future.result()
-                    report.rows.append(index.put(document.name, key, made))
+                    report.rows.append(index.put(document.name, key, made, source=source))
                     report.skipped += future is None
                 except InputError as error:
                     report.failures.append(Failure(document.name, str(error)))

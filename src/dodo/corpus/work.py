@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dodo.errors import DodoWarning
+from dodo.errors import DodoWarning, InputError, is_out_of_memory
 
 if TYPE_CHECKING:
     from dodo.model import Dodo
@@ -48,22 +48,33 @@ def file_of(out: Path, key: str) -> Path:
 
 
 def fingerprint(settings: Settings, threads: int | None) -> str:
-    """What tells the model from others. Loads it.
+    """What tells the model from others, and its own ratio where that one counts. Loads it.
 
     Args:
         settings: which.
         threads: of torch, in this process; None leaves them.
     """
     dodo = _model(settings, threads)
-    return json.dumps([asdict(dodo.fingerprint), str(dodo.compressor.config)])
+    own = None if settings.ratio or settings.nuggets else dodo.compressor.config.ratio
+    return json.dumps([asdict(dodo.fingerprint), own])
 
 
 def compress(settings: Settings, threads: int | None, text: str, path: Path) -> dict[str, Any]:
-    """Write the nuggets of a text, and return what its row says of them."""
+    """Write the nuggets of a text, and return what its row says of them.
+
+    Raises:
+        InputError: the text can't be compressed, or not in this memory.
+        DodoError: the file can't be written.
+    """
     dodo = _model(settings, threads)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always", DodoWarning)
-        made = dodo.compress(text, ratio=settings.ratio, nuggets=settings.nuggets, use=settings.use)
+        try:
+            made = dodo.compress(text, ratio=settings.ratio, nuggets=settings.nuggets, use=settings.use)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise InputError(f"there is too little memory for its {len(text):,} characters; split it") from None
     made.save(path, storage=settings.storage)
     return {
         "n": int(made.lengths),

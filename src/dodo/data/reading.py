@@ -8,13 +8,23 @@ import gzip
 import json
 import lzma
 import re
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from dodo.errors import InputError
 
-__all__ = ["NON_COMMERCIAL", "answers_field", "permits_commercial_use", "read_records", "resolve", "text_field"]
+__all__ = [
+    "NON_COMMERCIAL",
+    "answers_field",
+    "decode_text",
+    "permits_commercial_use",
+    "read_each",
+    "read_records",
+    "resolve",
+    "text_field",
+]
 
 Record = dict[str, Any]
 
@@ -48,31 +58,71 @@ def resolve(sources: Sequence[str]) -> list[str]:
     return found
 
 
-def read_records(source: str) -> Iterator[Record]:
+def read_records(source: str, *, fields: Sequence[str] | None = None) -> Iterator[Record]:
     """Records of one file or dataset, in order.
 
     Args:
         source: `*.jsonl`, `*.jsonl.xz`, `*.jsonl.gz`, `*.txt` or `*.md` (one record with `text`), `*.parquet`, or
             `hf:owner/name[:config][@split]`, streamed.
+        fields: of a parquet file, if it has them, no others are read.
 
     Raises:
-        InputError: unknown kind of file, or a line that is no JSON object.
+        InputError: unknown kind of file, one that can't be read, or a line that is no JSON object.
     """
-    if source.startswith("hf:"):
-        yield from _read_hub(source[3:])
-        return
-    name = source.lower()
+    for record in _read_hub(source[3:]) if source.startswith("hf:") else read_each(Path(source), fields=fields):
+        if isinstance(record, InputError):
+            raise record
+        yield record
+
+
+def read_each(path: Path, *, fields: Sequence[str] | None = None) -> Iterator[Record | InputError]:
+    """As `read_records` of a file; a line that is no JSON object comes as the error that says so, and the next follow it.
+
+    Raises:
+        InputError: unknown kind of file, or nothing more of it can be read.
+    """
+    name = path.name.lower()
     if name.endswith(".parquet"):
-        yield from _read_parquet(source)
+        yield from _read_parquet(path, fields)
     elif name.endswith((".txt", ".md", ".tokens")):
         try:
-            yield {"text": Path(source).read_text(encoding="utf-8"), "source": source}
-        except UnicodeDecodeError as error:
-            raise InputError(f"{source} is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
+            data = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"{path} can't be read: {error.strerror or error}") from None
+        yield {"text": decode_text(data, str(path)), "source": str(path)}
     elif name.endswith((".jsonl", ".jsonl.xz", ".jsonl.gz")):
-        yield from _read_lines(source)
+        yield from _read_lines(path)
     else:
-        raise InputError(f"{source}: data files end in .jsonl, .jsonl.xz, .jsonl.gz, .txt, .md or .parquet")
+        raise InputError(f"{path}: data files end in .jsonl, .jsonl.xz, .jsonl.gz, .txt, .md or .parquet")
+
+
+def decode_text(data: bytes, shown: str) -> str:
+    """The text of a file's bytes, without a byte order mark.
+
+    Args:
+        data: UTF-8.
+        shown: what the file is called.
+
+    Raises:
+        InputError: not UTF-8 text, or empty.
+    """
+    if not data:
+        raise InputError(f"{shown} is empty: there is no text to read")
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError(f"{shown} is UTF-16 (byte offset 0), not UTF-8; convert it: iconv -f UTF-16 -t UTF-8")
+    if (offset := data.find(b"\0")) >= 0:
+        raise InputError(f"{shown} is binary, not text: byte 0x00 at byte offset {offset}; give a UTF-8 text")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{shown} is not UTF-8 text: byte 0x{data[error.start]:02x} at byte offset {error.start}; "
+            "convert it (for instance iconv -f LATIN1 -t UTF-8) or give another file"
+        ) from None
+    text = text.removeprefix("\ufeff")
+    if not text:
+        raise InputError(f"{shown} is empty but for a byte order mark: there is no text to read")
+    return text
 
 
 def text_field(record: Record, name: str = "text") -> str:
@@ -104,34 +154,38 @@ def answers_field(record: Record) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _read_lines(path: str) -> Iterator[Record]:
+def _read_lines(path: Path) -> Iterator[Record | InputError]:
     openers: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
     try:
-        with openers.get(Path(path).suffix, open)(path, "rt", encoding="utf-8") as lines:
+        with openers.get(path.suffix.lower(), open)(path, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
                 try:
                     record = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise InputError(f"{path}, line {number}: not JSON: {error}") from None
-                if not isinstance(record, dict):
-                    raise InputError(f"{path}, line {number}: a JSON object is wanted, not {type(record).__name__}")
-                yield record
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+                except (ValueError, RecursionError) as error:
+                    yield InputError(f"{path}, line {number}: not JSON: {error}")
+                    continue
+                if isinstance(record, dict):
+                    yield record
+                else:
+                    yield InputError(f"{path}, line {number}: a JSON object is wanted, not {type(record).__name__}")
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
         raise InputError(f"{path} can't be read: {error}") from None
 
 
-def _read_parquet(path: str) -> Iterator[Record]:
+def _read_parquet(path: Path, fields: Sequence[str] | None) -> Iterator[Record]:
     try:
         import pyarrow.parquet as pq
         from pyarrow import ArrowException
     except ImportError:
         raise InputError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
     try:
-        for batch in pq.ParquetFile(path).iter_batches(batch_size=256):
+        file = pq.ParquetFile(path)
+        columns = list(fields) if fields is not None and set(fields) <= set(file.schema_arrow.names) else None
+        for batch in file.iter_batches(batch_size=256, columns=columns):
             yield from batch.to_pylist()
-    except ArrowException as error:
+    except (ArrowException, OSError, OverflowError) as error:  # the last: a date beyond Python's
         raise InputError(f"{path} is no parquet file, or is damaged: {str(error).splitlines()[0]}") from None
 
 

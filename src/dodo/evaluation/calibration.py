@@ -114,8 +114,12 @@ def _texts(sources: Sequence[str]) -> list[str]:
     """All different texts that are not blank."""
     found: dict[str, None] = {}
     for source in resolve(sources):
-        records = read_records(source)
-        found |= dict.fromkeys(map(text_field, islice(records, MOST_TEXTS)))
+        records = read_records(source, fields=("text",))
+        for number, record in enumerate(islice(records, MOST_TEXTS), 1):
+            try:
+                found[text_field(record)] = None
+            except InputError as error:
+                raise InputError(f"{source}, record {number}: {error}") from None
         if next(records, None) is not None:
             warnings.warn(f"of {source} only the first {MOST_TEXTS:,} texts are read", DodoWarning, stacklevel=3)
     return [text for text in found if text.strip()]
