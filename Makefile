@@ -25,7 +25,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 test-all: $(READY) test-oldest
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[harness,ray]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[harness,quantized,ray]'
 	$(BIN)/python -m pytest -q -m ''
 
 OLDEST := .venv-oldest

@@ -19,7 +19,7 @@ from dodo.config import DodoConfig, LoraSettings
 VOCABULARY = 97
 LAYERS = 4
 
-_COMMON = {
+COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -98,7 +98,7 @@ FAMILIES: dict[str, dict[str, object]] = {
 
 def tiny_model(family: str = "llama", *, attention: str | None = None, seed: int = 0) -> PreTrainedModel:
     """A random model of a family, in evaluation mode."""
-    settings = {**_COMMON, **copy.deepcopy(FAMILIES[family])}
+    settings = {**COMMON, **copy.deepcopy(FAMILIES[family])}
     config = AutoConfig.for_model(**settings)  # type: ignore[arg-type]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)

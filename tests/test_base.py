@@ -17,8 +17,8 @@ from dodo import Dodo
 from dodo.architecture import FAMILIES, check_supported
 from dodo.base import computes_in, load_base
 from dodo.errors import InputError, UnsupportedModelError
+from tests.conftest import COMMON, small_config, tiny_model
 from tests.conftest import FAMILIES as FAMILY_SETTINGS
-from tests.conftest import small_config, tiny_model
 from tests.standins.models import byte_tokenizer, save_base, save_gguf, text_logits, tiny_llama
 
 TEXT = "the quick brown dodo"
@@ -382,3 +382,24 @@ def test_loading_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     Dodo.from_pretrained(folder).compress(TEXT)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == {p.name: p.read_bytes() for p in copy.iterdir()}
+
+
+def _untested(family: str) -> Any:
+    config = AutoConfig.for_model(family, **{**COMMON, "vocab_size": 300, "head_dim": 8, "pad_token_id": 0})
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_a_model_in_memory_of_an_untested_family_is_refused_unless_it_is_asked_for() -> None:
+    model = _untested("granite")
+    with pytest.raises(UnsupportedModelError, match="'granite' are not tested"):
+        Dodo.from_model(model, byte_tokenizer(), small_config())
+    dodo = Dodo.from_model(model, byte_tokenizer(), small_config(), allow_untested=True)
+    nuggets = dodo.compress(TEXT, ratio=2)
+    assert torch.allclose(nuggets.shift(9).shift(-9).keys, nuggets.keys, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["glm4", "exaone4", "ernie4_5", "helium"])
+def test_a_family_whose_keys_turn_in_another_way_is_refused_though_it_is_asked_for(family: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"'{family}' (can't hold nuggets|do not work)"):
+        Dodo.from_model(_untested(family), byte_tokenizer(), small_config(), allow_untested=True)

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from dodo.architecture import layer_windows
+from dodo.attention import attention_masks
 from dodo.coverage import prefer_runs
-from dodo.errors import DodoWarning, InputError, WindowError
+from dodo.errors import DodoWarning, InputError, UnsupportedModelError, WindowError
 from dodo.nuggets import Nuggets
-from tests.conftest import FAMILIES, VOCABULARY, Pair, stir, tokens
+from tests.conftest import FAMILIES, VOCABULARY, Pair, stir, tiny_model, tokens
 
 Maker = Callable[..., Pair]
 family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def close(a: Tensor, b: Tensor, tolerance: float = 2e-4) -> None:
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-4) -> None:
     """fp32 through a few layers of large random weights: sums in another order differ by some 1e-5."""
     torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
@@ -512,3 +513,62 @@ def test_the_soft_token_stands_before_the_decoded_tokens(pair: Maker) -> None:
         expected = made.base(inputs_embeds=embedded).logits[:, 12:]
     assert logits.shape[1] == 13
     close(logits, expected)
+
+
+def test_input_of_the_wrong_shape_or_place_is_one_clear_error(pair: Maker) -> None:
+    compressor = pair().compressor
+    ids = tokens(2, 12)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"input_ids": ids[:, :0]}, "nothing to compress"),
+        ({"input_ids": ids[:0]}, "nothing to compress"),
+        ({"input_ids": ids, "start": -5}, "start must be a position"),
+        ({"input_ids": ids, "scores": torch.zeros(2, 5)}, "scores have shape"),
+        ({"input_ids": ids, "select_by": torch.zeros(1, 12)}, "select_by have shape"),
+        ({"input_ids": ids, "ratio": 10**400}, "ratio must be a number"),
+    ]
+    for arguments, said in wrong:
+        with pytest.raises(InputError, match=said):
+            compressor.encode(**{"ratio": 3, **arguments})
+    nuggets = compressor.encode(ids, ratio=3)
+    for arguments, said in (((ids[:, :0],), "no tokens to decode"), ((ids, torch.ones(2, 5)), "attention_mask has shape")):
+        with pytest.raises(InputError, match=said):
+            compressor.decode(nuggets, *arguments)
+
+
+@pytest.mark.parametrize(("family", "window"), [("llama", 256), ("phi3, longrope", 128)])
+def test_what_is_decoded_beyond_the_window_is_refused(family: str, window: int, pair: Maker) -> None:
+    compressor = pair(family).compressor
+    with torch.no_grad():
+        nuggets = compressor.encode(tokens(1, window - 5), ratio=8)
+        assert compressor.decode(nuggets, tokens(1, 5)).isfinite().all()
+        with pytest.raises(WindowError, match=f"position {window} does not fit the base's window of {window}"):
+            compressor.decode(nuggets, tokens(1, 6))
+        with pytest.raises(WindowError):
+            compressor.decode(nuggets.shift(10**6), tokens(1, 1))
+        compressor.decode(nuggets.compact(), tokens(1, 25))
+
+
+def test_gradients_through_a_backend_that_drops_them_are_refused(pair: Maker) -> None:
+    compressor = pair().compressor
+    nuggets = compressor.encode(tokens(1, 12), ratio=3)
+    for backend in ("flash_attention_2", "kernels-community/flash-attn2", "paged|flash_attention_2", "flex_attention"):
+        compressor.base.config._attn_implementation = backend
+        with pytest.raises(UnsupportedModelError, match="drops the score term"):
+            compressor.decode(nuggets, tokens(1, 4))
+        with torch.no_grad(), pytest.raises(UnsupportedModelError, match="takes no masks by position"):
+            compressor.decode(nuggets, tokens(1, 4))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_which_nothing_may_be_seen_are_finite(dtype: torch.dtype, backend: str) -> None:
+    model = tiny_model(attention=backend).to(dtype)
+    positions = torch.arange(3)[None]
+    scores = torch.full((1, 3), 1e4, requires_grad=True)
+    seen = torch.tensor([[False, False, True]])
+    masks = attention_masks(model, query_positions=positions, key_positions=positions, key_mask=seen, scores=scores)
+    assert isinstance(masks, torch.Tensor) and masks.isfinite().all()
+    assert (masks[0, 0, 0] == masks[0, 0, 0, 0]).all()  # the first query sees nothing, so all alike
+    hidden = model.model(input_ids=tokens(1, 3), attention_mask=masks, position_ids=positions).last_hidden_state
+    hidden.float().sum().backward()
+    assert hidden.isfinite().all() and scores.grad is not None and scores.grad.isfinite().all()

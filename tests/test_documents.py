@@ -1,6 +1,9 @@
 """What the documents say is true: commands exist, links lead somewhere, named tests exist, Python runs."""
 
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +45,10 @@ def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {})
+
+
+def test_a_failing_test_fails_the_command(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_it():\n    assert False\n", encoding="utf-8")
+    (command,) = re.findall(r"^test: .*\n\t(.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    command = command.replace("$(BIN)/python", shlex.quote(sys.executable))
+    assert subprocess.run(["sh", "-c", f"{command} test_it.py"], cwd=tmp_path, capture_output=True).returncode == 1

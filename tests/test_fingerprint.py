@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ from dodo.errors import FingerprintMismatch
 from dodo.model import Dodo
 from tests.conftest import small_config, tiny_model
 from tests.standins.models import byte_tokenizer, save_base, save_gguf, tiny_llama
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def _files(folder: Path) -> str:
@@ -109,16 +113,53 @@ def test_a_gguf_file_is_known_by_its_contents(tmp_path: Path) -> None:
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
         {"num_attention_heads": 8, "head_dim": 4, "num_key_value_heads": 4},
         {"rms_norm_eps": 1e-2},
+        {"hidden_act": "gelu"},
+        {"rope_parameters": YARN | {"attention_factor": 2.0}},
+        {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}},
+        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 32}},
     ],
     ids=str,
 )
 def test_the_same_weights_under_another_configuration_are_another_base(settings: dict[str, object]) -> None:
-    plain, changed = tiny_llama(), tiny_llama(**settings)
+    rope: Any = settings.get("rope_parameters", {})
+    usual = {"yarn": YARN, "llama3": LLAMA3}.get(rope.get("rope_type"))
+    plain, changed = tiny_llama(**({} if usual is None else {"rope_parameters": usual})), tiny_llama(**settings)
     changed.load_state_dict(plain.state_dict())
     assert fingerprint.of_model(plain) == fingerprint.of_model(changed)
     nuggets = Dodo.from_model(plain, byte_tokenizer(), small_config()).compress("some text", ratio=2)
     with pytest.raises(FingerprintMismatch, match=r"another base|heads of width"):
         Dodo.from_model(changed, byte_tokenizer(), small_config()).generate(nuggets, "more", max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": 64}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("gemma2", {"attn_logit_softcapping": 20.0}),
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 0]}),
+        ("phi3", {"partial_rotary_factor": 0.5}),
+    ],
+    ids=str,
+)
+def test_what_a_family_alone_has_tells_bases_apart(family: str, changes: dict[str, Any]) -> None:
+    config = tiny_model(family).config
+    settings = config.to_dict() | ({"rope_parameters": None} if "partial_rotary_factor" in changes else {})
+    changed = type(config)(**{**settings, **changes})
+    assert fingerprint.of_base("weights", config) != fingerprint.of_base("weights", changed)
+
+
+def test_a_base_without_anything_unusual_has_the_stamp_that_it_always_had() -> None:
+    config = tiny_llama().config
+    assert fingerprint._unusual(config, [config.rope_parameters]) == []
+
+
+def test_nuggets_of_another_tokenizer_are_refused() -> None:
+    model = tiny_llama()
+    nuggets = Dodo.from_model(model, byte_tokenizer(), small_config()).compress("some text", ratio=2)
+    other = Dodo.from_model(tiny_llama(), byte_tokenizer(bos_token=None), small_config())
+    with pytest.raises(FingerprintMismatch, match="another tokenizer"):
+        other.generate(nuggets, "more", max_new_tokens=2)
 
 
 def test_a_tokenizer_is_known_by_its_vocabulary_and_by_how_it_splits() -> None:

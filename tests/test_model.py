@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from dodo.config import DodoConfig, LoraSettings
@@ -110,11 +111,19 @@ def test_a_batch_generates_what_its_texts_generate_alone(make: Maker) -> None:
 def test_asking_twice_gives_the_same_answer_and_leaves_the_nuggets(make: Maker) -> None:
     dodo = make(stirred=True)
     nuggets = dodo.compress(TEXT, ratio=4)
-    keys, shape = nuggets.keys.clone(), nuggets.keys.shape
+    before = copy.deepcopy(vars(nuggets))
     answers = {dodo.answer(nuggets, "Who described them?", max_new_tokens=8) for _ in range(3)}
     assert len(answers) == 1
-    assert nuggets.keys.shape == shape
-    assert torch.equal(nuggets.keys, keys)
+    dodo.generate(nuggets, "more", max_new_tokens=4, num_beams=3)
+    dodo.reconstruct(nuggets, max_new_tokens=4)
+    for name, value in before.items():
+        after = getattr(nuggets, name)
+        if isinstance(value, Tensor):
+            assert torch.equal(after, value), name
+        elif name == "rotary":
+            assert all(torch.equal(x, y) for x, y in zip(after.frequencies, value.frequencies, strict=True))
+        else:
+            assert after == value, name
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -264,7 +273,11 @@ def test_a_ratio_far_from_what_was_trained_works_with_a_warning(make: Maker) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dodo.compress(TEXT, ratio=5)
-        dodo.compress(TEXT, nuggets=3)
+        dodo.compress(TEXT, nuggets=20)
+        dodo.compress("ab", ratio=5)
+    for nuggets in (3, 1000):
+        with pytest.warns(DodoWarning, match="outside the range"):
+            dodo.compress(TEXT, nuggets=nuggets)
 
 
 def test_ratio_and_number_together_are_refused(make: Maker) -> None:
@@ -336,3 +349,16 @@ def test_streaming_where_it_would_wait_for_itself_is_refused(make: Maker) -> Non
     nuggets = dodo.compress(TEXT)
     with dodo.compressor.adapters.use("theta"), pytest.raises(InputError, match="leave that context"):
         next(dodo.stream(nuggets, "Who?"))
+
+
+@pytest.mark.parametrize("rows", [[], [[]], [[1, 2], []], [[1, -2]], [[1, 10**6]]], ids=str)
+def test_token_ids_that_are_none_are_refused(rows: list[list[int]], make: Maker) -> None:
+    with pytest.raises(InputError, match="nothing to compress|as far as the base's vocabulary"):
+        make().compress_ids(rows, ratio=2)
+
+
+def test_a_text_of_which_the_tokenizer_leaves_nothing_is_refused(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    dodo = make()
+    monkeypatch.setattr(Dodo, "document_ids", lambda self, text: [])
+    with pytest.raises(InputError, match="nothing to compress"):
+        dodo.compress("   ")

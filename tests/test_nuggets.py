@@ -135,10 +135,11 @@ def test_a_cache_is_a_transformers_cache_and_a_copy(made: Nuggets) -> None:
     cache = made.to_cache()
     assert isinstance(cache, Cache)
     assert cache.get_seq_length() == int(made.states)
-    before = made.keys.clone()
+    before = made.keys.clone(), made.values.clone()
+    cache.layers[1].values.fill_(3)
     cache.update(torch.ones_like(made.keys[0][:, :, :2]), torch.ones_like(made.values[0][:, :, :2]), 0)
     cache.layers[0].keys.fill_(3)
-    assert torch.equal(made.keys, before)
+    assert torch.equal(made.keys, before[0]) and torch.equal(made.values, before[1])
 
 
 # -- files

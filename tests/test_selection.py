@@ -161,3 +161,12 @@ def test_numbers_of_numpy_are_numbers() -> None:
     for wrong in ("10", np.float32("nan"), True):
         with pytest.raises(InputError):
             count_nuggets(30, ratio=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [5.0, 20.0, 1e4])
+def test_no_stretch_of_twice_the_ratio_goes_without_whatever_the_size_of_scores(size: float) -> None:
+    scores = torch.cat([torch.full((1, 100), size), torch.full((1, 100), -size)], dim=1)
+    real = torch.ones(1, 200, dtype=torch.bool)
+    k = torch.tensor([20])
+    chosen = select_top_k(prefer_dense(scores, k, real), k, real).indices[0]
+    assert int(chosen.diff(prepend=torch.tensor([-1])).max()) <= 2 * 200 // 20

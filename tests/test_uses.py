@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from dodo import nuggets_file
 from dodo.cli import dodo
 from dodo.compressor import Compressor
 from dodo.config import CONFIG_FILE, DodoConfig
@@ -230,7 +231,9 @@ def _with_header(path: Path, change) -> Path:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         header = json.loads(file.metadata()["dodo_nuggets"])
     change(header)
-    save_file(tensors, path, metadata={"dodo_nuggets": json.dumps(header)})
+    del header["checksum"]
+    whole = {**header, "checksum": nuggets_file._checksum(tensors, header)}
+    save_file(tensors, path, metadata={"dodo_nuggets": json.dumps(whole)})
     return path
 
 

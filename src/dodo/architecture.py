@@ -66,7 +66,7 @@ def check_supported(config: PreTrainedConfig, *, allow_untested: bool = False) -
 
 
 def _structural_reason(config: PreTrainedConfig) -> str | None:
-    layer_types = set(getattr(config, "layer_types", None) or [])
+    layer_types = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])
     if other := sorted(layer_types - {"full_attention", "sliding_attention"}):
         return f"it has layers of type {', '.join(other)}, whose state is not keys and values of single tokens"
     if getattr(config, "num_kv_shared_layers", 0):

@@ -243,7 +243,7 @@ def attention_masks(
     Raises:
         UnsupportedModelError: the attention backend takes no such masks.
     """
-    if (backend := str(model.config._attn_implementation)).startswith(("flash", "flex")):
+    if (backend := str(model.config._attn_implementation)) not in ("sdpa", "eager"):
         raise UnsupportedModelError(f"attention backend {backend!r} takes no masks by position; take attn_implementation='sdpa'")
     dtype = model.dtype
     distance = query_positions[:, :, None] - key_positions[:, None, :]  # [B, Q, S]

@@ -9,6 +9,7 @@ does not depend on the pieces: scores come first, and pieces end at nuggets, so 
 Shapes: B texts, T tokens, K states, M decoder tokens, V vocabulary.
 """
 
+import copy
 import dataclasses
 import warnings
 from contextlib import suppress
@@ -23,7 +24,7 @@ from dodo.architecture import FeatureLayers, backbone, copy_before_head, device_
 from dodo.attention import AllKept, OnePassCache, attention_masks, cache_argument, check_gradient_backend
 from dodo.config import DodoConfig, Use
 from dodo.coverage import prefer_covering, prefer_runs
-from dodo.errors import DodoWarning, InputError, WindowError
+from dodo.errors import DodoWarning, InputError, UnsupportedModelError, WindowError
 from dodo.memory import MemoryTokens
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.scorer import Scorer
@@ -35,6 +36,10 @@ __all__ = ["Compressor"]
 FARTHEST = 256
 """Tokens per nugget above which selection by coverage gives way to one by density: so far from a nugget all is lost alike, and
 looking for the best places takes memory and time by the length of gaps."""
+
+
+_PROBE = 8
+"""Tokens."""
 
 
 class Compressor(nn.Module):
@@ -89,6 +94,27 @@ class Compressor(nn.Module):
                 scores.append(self.scorer(self._features(block)[:, half:], use))
         return torch.cat(scores, dim=1)
 
+    @torch.no_grad()
+    def check_moves(self) -> None:
+        """See that keys of the base move to other positions as they must, with a few tokens: for families without tests.
+
+        Raises:
+            UnsupportedModelError: they do not, or the base can't be computed with at all.
+        """
+        ids = torch.arange(_PROBE, device=device_of(self.base))[None] % self.base.config.vocab_size
+        family, plain = self.base.config.model_type, copy.copy(self)
+        plain.config = dataclasses.replace(self.config, positions="original")
+        try:
+            here, there = (plain.encode(ids, nuggets=_PROBE, start=start) for start in (0, _PROBE))
+            moved = here.shift(_PROBE).keys.float()
+        except (RuntimeError, AttributeError, TypeError, KeyError, IndexError) as error:
+            raise UnsupportedModelError(f"base models of type {family!r} do not work with dodo: {error!r}") from error
+        wanted = there.keys.float()
+        if float((moved - wanted).abs().max()) > 0.05 * float(wanted.abs().max()):
+            raise UnsupportedModelError(
+                f"base models of type {family!r} can't hold nuggets: dodo does not know how their keys turn with positions"
+            )
+
     # -- encoder
 
     def encode(
@@ -125,11 +151,18 @@ class Compressor(nn.Module):
             Nuggets, with gradients when they are enabled.
 
         Raises:
-            InputError: an empty text, a bad ratio or count, or a bad shape.
+            InputError: an empty text, a bad ratio, count or start, or a bad shape.
             WindowError: the text does not fit the window in the `original` position scheme.
         """
         if input_ids.ndim != 2:
             raise InputError(f"input_ids must be [batch, tokens], not of shape {list(input_ids.shape)}")
+        if input_ids.numel() == 0:
+            raise InputError("there are no texts, or a text has no tokens: there is nothing to compress")
+        if start < 0:
+            raise InputError(f"start must be a position, 0 or more, not {start}")
+        for name, given in (("scores", scores), ("select_by", select_by)):
+            if given is not None and given.shape != input_ids.shape:
+                raise InputError(f"{name} have shape {list(given.shape)}, input_ids {list(input_ids.shape)}")
         if ratio is None and nuggets is None:
             ratio = self.config.ratio
         input_ids, real, order = _right_padded(input_ids, attention_mask)
@@ -330,11 +363,16 @@ class Compressor(nn.Module):
 
         Raises:
             UnsupportedModelError: gradients are on and the attention backend would drop the straight-through term.
-            InputError: batch sizes differ.
+            InputError: batch sizes or shapes differ, or there are no tokens.
+            WindowError: a token's position is beyond the base's window.
         """
         B = input_ids.shape[0]
         if nuggets.batch_size != B:
             raise InputError(f"{B} rows of tokens, but nuggets of {nuggets.batch_size} texts")
+        if B == 0 or (input_ids.shape[1] == 0 and not soft_token):
+            raise InputError("there are no tokens to decode")
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise InputError(f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}")
         real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         embeddings = self.base.get_input_embeddings()(input_ids)
         if soft_token:
@@ -342,6 +380,10 @@ class Compressor(nn.Module):
             real = torch.cat([torch.ones_like(real[:, :1]), real], dim=1)
         nuggets = nuggets.to(device=embeddings.device, dtype=embeddings.dtype)
         positions = nuggets.next_positions[:, None] + (real.cumsum(-1) - 1).clamp_min(0)
+        if (last := int(positions.masked_fill(~real, 0).max())) >= self.window:
+            raise WindowError(
+                f"position {last:,} does not fit the base's window of {self.window:,}; `Nuggets.compact` brings nuggets together"
+            )
         learning = torch.is_grad_enabled() and nuggets.scores.requires_grad
         if learning:
             check_gradient_backend(self.base)

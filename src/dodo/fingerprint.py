@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,17 @@ from dodo.architecture import layer_windows
 __all__ = ["of_base", "of_files", "of_model", "of_tensors", "of_tokenizer"]
 
 _SAMPLES = 64
+_OF_EVERY_ROPE = ("rope_type", "rope_theta", "factor")
+_TELLING = (
+    "attention_bias",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "hidden_act",
+    "hidden_activation",
+    "no_rope_layers",
+    "partial_rotary_factor",
+    "query_pre_attn_scalar",
+)
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
@@ -70,13 +82,30 @@ def of_base(weights: str, config: PreTrainedConfig) -> str:
     """
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [value for _, value in sorted(rope.items()) if isinstance(value, dict)] or [rope]
-    telling = [
+    telling: list[Any] = [
         weights,
         [getattr(config, name, None) for name in ("model_type", "num_attention_heads", "rms_norm_eps")],
         layer_windows(config),
-        [[rope.get(name) for name in ("rope_type", "rope_theta", "factor")] for rope in ropes],
+        [[rope.get(name) for name in _OF_EVERY_ROPE] for rope in ropes],
     ]
+    if others := _unusual(config, ropes):
+        telling.append(others)
     return hashlib.sha256(json.dumps(telling).encode()).hexdigest()[:16]
+
+
+def _unusual(config: PreTrainedConfig, ropes: list[dict[str, Any]]) -> list[Any]:
+    """What else changes keys, attention or logits, and is not as the family has it by default. Nothing for most bases."""
+    usual = type(config)()
+    fields = {
+        name: getattr(config, name)
+        for name in _TELLING
+        if hasattr(config, name) and getattr(config, name) != getattr(usual, name, None)
+    }
+    scaled = [
+        {name: value for name, value in sorted(rope.items()) if name not in _OF_EVERY_ROPE and value is not None}
+        for rope in ropes
+    ]
+    return [fields, scaled] if fields or any(scaled) else []
 
 
 def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

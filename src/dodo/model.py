@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from dodo import adapter_files, fingerprint, hub, streaming
 from dodo.adapters import Lock
-from dodo.architecture import device_of, key_shape
+from dodo.architecture import FAMILIES, device_of, key_shape
 from dodo.autoregressive import Autoregressive
 from dodo.base import LoadedBase, load_base
 from dodo.compressor import Compressor
@@ -36,7 +36,6 @@ from dodo.generation import generate_ids, pad_rows
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.pieces import Pieces
 from dodo.prompts import MESSAGE, check_whole, ends_of_turn, question_prompt, turn_ids
-from dodo.selection import count_nuggets
 from dodo.streaming import StreamingCache
 from dodo.thresholds import Pace, Thresholds
 
@@ -65,16 +64,29 @@ class Dodo:
         self._base = base
         self.tokenizer: PreTrainedTokenizerBase = base.tokenizer
         self.compressor = Compressor(base.model, config).eval()
+        if base.model.config.model_type not in FAMILIES:
+            self.compressor.check_moves()
         self.thresholds: Thresholds | None = None
         self._tokenizing = Lock()
         self.stamp()
 
     @classmethod
-    def from_model(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: DodoConfig | None = None) -> "Dodo":
-        """Wrap a model that is already in memory, with fresh adapters."""
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DodoConfig | None = None,
+        *,
+        allow_untested: bool = False,
+    ) -> "Dodo":
+        """Wrap a model that is already in memory, with fresh adapters.
+
+        Raises:
+            UnsupportedModelError: its architecture can't hold nuggets, or has not been tested and was not allowed.
+        """
         from dodo.architecture import check_supported
 
-        check_supported(model.config, allow_untested=True)
+        check_supported(model.config, allow_untested=allow_untested)
         name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         return cls(LoadedBase(model.eval(), tokenizer, fingerprint.of_model(model), name), config)
 
@@ -178,10 +190,12 @@ class Dodo:
         if not isinstance(text, str) and len(text) == 0:
             raise InputError("there are no texts to compress")
         rows = [self.document_ids(t) for t in ([text] if isinstance(text, str) else text)]
-        if ratio is not None or nuggets is not None:
-            count_nuggets(1, ratio=ratio, nuggets=nuggets)  # a bad one is refused before it is warned of
-        self._warn_of_ratio(ratio, nuggets)
-        return self.compress_ids(rows, ratio=ratio, nuggets=nuggets, use=use, segment=segment)
+        made = self.compress_ids(rows, ratio=ratio, nuggets=nuggets, use=use, segment=segment)
+        asked = [made.ratio] if made.ratio is not None else (made.lengths / made.k).tolist()
+        for told in filter(None, map(self.far_from_training, asked)):
+            warnings.warn(told, DodoWarning, stacklevel=2)
+            break
+        return made
 
     def compress_ids(
         self,
@@ -192,7 +206,16 @@ class Dodo:
         use: Use = "questions",
         segment: int | None = None,
     ) -> Nuggets:
-        """`compress` on token ids: rows without padding, taken as they are."""
+        """`compress` on token ids: rows without padding, taken as they are, and without a warning of the ratio.
+
+        Raises:
+            InputError: there are no rows, a row has no tokens or one that the base does not know; or a bad ratio or count.
+        """
+        known = self.compressor.base.config.vocab_size
+        if not rows or not all(rows):
+            raise InputError("there are no texts, or a text has no tokens: there is nothing to compress")
+        if any(min(row) < 0 or max(row) >= known for row in rows):
+            raise InputError(f"token ids must be 0 to {known - 1:,}, as far as the base's vocabulary goes")
         input_ids, attention_mask = pad_rows(rows, self._pad_id, left=False, device=self.device)
         with torch.no_grad():
             return self._roomy(input_ids.shape[1], len(rows)).encode(
@@ -240,16 +263,12 @@ class Dodo:
         roomy.config = dataclasses.replace(compressor.config, positions="compact")
         return roomy
 
-    def _warn_of_ratio(self, ratio: float | None, nuggets: int | None) -> None:
+    def far_from_training(self, ratio: float) -> str | None:
+        """What to tell of a ratio that the adapters were not trained for; None if they were, or are fresh."""
         trained = self.config.trained_ratios
-        asked = ratio if ratio is not None or nuggets is not None else self.config.ratio
-        if trained is None or asked is None or trained[0] <= asked <= trained[1]:
-            return
-        warnings.warn(
-            f"ratio {asked:g} is outside the range that these adapters were trained for ({trained[0]:g} to {trained[1]:g})",
-            DodoWarning,
-            stacklevel=3,
-        )
+        if trained is None or trained[0] <= ratio <= trained[1]:
+            return None
+        return f"ratio {ratio:g} is outside the range that these adapters were trained for ({trained[0]:g} to {trained[1]:g})"
 
     # -- generating
 
@@ -478,7 +497,8 @@ class Dodo:
         if threshold is None:
             if known is None:
                 raise InputError("these adapters have no thresholds yet; call estimate_thresholds(texts), or give a threshold")
-            self._warn_of_ratio(ratio, None)
+            if told := self.far_from_training(ratio):
+                warnings.warn(told, DodoWarning, stacklevel=2)
             threshold = Pace(known, ratio)
         features = {} if known is None else {"feature_window": known.feature_window}
         return Autoregressive(

@@ -62,9 +62,16 @@ def count_nuggets(n: int, *, ratio: float | None = None, nuggets: int | None = N
             raise InputError(f"the number of nuggets must be a whole number of at least 1, not {nuggets!r}")
         return min(int(nuggets), n)
     assert ratio is not None
-    if isinstance(ratio, bool) or not isinstance(ratio, Real) or not math.isfinite(ratio) or ratio < 1:
+    if isinstance(ratio, bool) or not isinstance(ratio, Real) or not _is_finite(ratio) or ratio < 1:
         raise InputError(f"ratio must be a number of at least 1 (10 keeps one token in ten), not {ratio!r}")
     return max(1, math.ceil(n / float(ratio) - 1e-9))  # 1e-9: n / (n / k) must give k back
+
+
+def _is_finite(number: Real) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an int beyond all floats
+        return False
 
 
 def select_top_k(scores: Tensor, k: Tensor, mask: Tensor) -> Selection:
@@ -134,7 +141,7 @@ def prefer_dense(scores: Tensor, k: Tensor, mask: Tensor) -> Tensor:
     passed = ((weights + 1) * mask).cumsum(-1)
     part = torch.floor(passed / passed[:, -1:] * k[:, None] + 1e-6)
     chosen = (part.diff(dim=-1, prepend=torch.zeros_like(part[:, :1])) > 0) & mask
-    values = (own.sigmoid() + chosen).masked_fill(~own.isfinite(), torch.nan).float()  # which `select_top_k` refuses
+    values = (own.sigmoid() + 2 * chosen).masked_fill(~own.isfinite(), torch.nan).float()  # which `select_top_k` refuses
     return values.to(device)
 
 

@@ -1,5 +1,6 @@
 """Training of the baseline that reads the whole text."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -27,8 +28,9 @@ def batch() -> Batch:
     return Batch("question", 1.0, documents, real, decoder, decoder_real, targets, rows=torch.tensor([0, 1, 1]))
 
 
-def test_the_loss_is_that_of_theta_after_each_documents_own_tokens(pair) -> None:
-    compressor = stir(pair().compressor)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral, sliding", "phi3, longrope"])
+def test_the_loss_is_that_of_theta_after_each_documents_own_tokens(family: str, pair) -> None:
+    compressor = stir(pair(family).compressor)
     asked = batch()
     nats = []
     for i, row in enumerate((0, 1, 1)):
@@ -41,6 +43,18 @@ def test_the_loss_is_that_of_theta_after_each_documents_own_tokens(pair) -> None
     loss = batch_loss(compressor, asked, "whole")
     assert loss.tokens == 2 + 4 + 4
     assert loss.sum == pytest.approx(sum(nats), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_what_the_teacher_of_distillation_says_depends_on_no_padding(family: str, pair) -> None:
+    compressor = stir(pair(family).compressor)
+    asked = dataclasses.replace(batch(), objective="distillation", rows=None, documents=tokens(3, 9, seed=4))
+    asked = dataclasses.replace(asked, document_mask=torch.ones(3, 9, dtype=torch.bool))
+    asked.document_mask[1, 6:] = False
+    other = asked.documents.clone()
+    other[1, 6:] = 90
+    losses = [batch_loss(compressor, one).sum for one in (asked, dataclasses.replace(asked, documents=other))]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_the_gradient_reaches_theta_alone(pair) -> None:

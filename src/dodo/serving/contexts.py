@@ -93,7 +93,9 @@ async def _keep(service: Service, source: str | File, wanted: ContextRequest, re
     nuggets = await _nuggets(service, source, wanted, report)
     report({"stage": "storing"})
     name = source.name[-200:] or None if isinstance(source, File) and wanted.name is None else wanted.name
-    return ContextObject.of(await asyncio.to_thread(lambda: service.store.add(nuggets, name=name)))
+    context = await asyncio.to_thread(lambda: service.store.add(nuggets, name=name))
+    asked = nuggets.ratio if nuggets.ratio is not None else context.n / context.k
+    return ContextObject.of(context, service.dodo.far_from_training(asked))
 
 
 async def _nuggets(service: Service, source: str | File, wanted: ContextRequest, report: Report) -> Nuggets:

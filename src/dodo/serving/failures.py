@@ -96,6 +96,8 @@ def failure(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         return 422, _body(422, message, "invalid_value", param), headers
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
+        if error.status_code == 400 and "parsing the body" in str(error.detail):  # what Python's JSON says no to in other ways
+            return 422, _body(422, "the body is not JSON that can be read", "invalid_value", None), headers
         return error.status_code, _body(error.status_code, str(error.detail), _CODES.get(error.status_code), None), headers
     for kind, status, code in _KINDS:
         if isinstance(error, kind):

@@ -123,6 +123,7 @@ class ContextObject(BaseModel):
 
     bytes, full_bytes: of its keys and values, and what those of all its tokens would take.
     use: what its nuggets were chosen for; null: for all uses alike, or not known.
+    warning: when it was added, that its ratio is far from what the model was trained for.
     """
 
     id: str
@@ -138,12 +139,13 @@ class ContextObject(BaseModel):
     stored_bytes: int
     sha256: str
     use: Use | None
+    warning: str | None = None
 
     @classmethod
-    def of(cls, context: Context) -> "ContextObject":
+    def of(cls, context: Context, warning: str | None = None) -> "ContextObject":
         """What the API says of a stored context."""
-        shown = {name: getattr(context, name) for name in cls.model_fields if name not in ("object", "created")}
-        return cls(created=int(context.created), **shown)
+        shown = {name: getattr(context, name) for name in cls.model_fields if name not in ("object", "created", "warning")}
+        return cls(created=int(context.created), warning=warning, **shown)
 
 
 class ContextList(BaseModel):

@@ -15,8 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dodo.adapters import THETA
-from dodo.architecture import backbone, logits_of
+from dodo.adapters import THETA, AdapterName
+from dodo.architecture import backbone, layer_windows, logits_of
+from dodo.attention import attention_masks
 from dodo.autoregressive import Autoregressive
 from dodo.compressive import Compressive
 from dodo.compressor import Compressor
@@ -96,7 +97,7 @@ def batch_loss(
     if batch.objective == "autoregressive":
         states = _read_on(compressor, batch, way)
     elif way == "whole":
-        states = _read_whole(compressor, batch)
+        states = _read_whole(compressor, batch, THETA)
     elif way == "memory":
         memory = remember(compressor, batch)
         states = Icae(compressor).decode(memory, batch.decoder, batch.decoder_mask, soft_token=soft)
@@ -120,15 +121,18 @@ def batch_loss(
     return Loss(total, len(targets_N), float(losses.sum()), int(hits.sum()))
 
 
-def _read_whole(compressor: Compressor, batch: Batch) -> Tensor:
-    """States [B, M, D] of the decoder's tokens by theta alone, behind the whole document. Paper: Section 6 (Full)."""
+def _read_whole(compressor: Compressor, batch: Batch, adapter: AdapterName | None) -> Tensor:
+    """States [B, M, D] of the decoder's tokens by an adapter, or the base, behind the whole document. Paper: Section 6 (Full)."""
     rows = slice(None) if batch.rows is None else batch.rows
     ids = torch.cat([batch.documents[rows], batch.decoder], dim=1)
     mask = torch.cat([batch.document_mask[rows], batch.decoder_mask], dim=1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # documents are padded on the right, between them and what follows
-    with compressor.adapters.use(THETA):
+    masks: Any = mask
+    if any(layer_windows(compressor.base.config)):  # transformers would count the padding too
+        masks = attention_masks(compressor.base, query_positions=positions, key_positions=positions, key_mask=mask.bool())
+    with compressor.adapters.use(adapter):
         base = backbone(compressor.base)
-        states = base(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
+        states = base(input_ids=ids, attention_mask=masks, position_ids=positions, use_cache=False).last_hidden_state
     own: Tensor = states[:, batch.documents.shape[1] :]
     return own
 
@@ -165,10 +169,8 @@ def _distilled(
     kl_weights: tuple[float, float],
 ) -> Loss:
     """KL between the decoder and the base, adapters off, that reads document and continuation."""
-    T = batch.documents.shape[1]
-    with torch.no_grad(), compressor.adapters.use(None):
-        whole = torch.cat([batch.documents, batch.decoder], dim=1)
-        taught = backbone(compressor.base)(input_ids=whole, use_cache=False).last_hidden_state[:, T:]
+    with torch.no_grad():
+        taught = _read_whole(compressor, batch, None)
     teacher_NV = logits_of(compressor.base, taught[counted]).log_softmax(-1)
     student_NV = logits_of(compressor.base, states_ND).log_softmax(-1)
     forward = torch.nn.functional.kl_div(student_NV, teacher_NV, log_target=True, reduction="sum")
