@@ -167,11 +167,11 @@ SECTIONS: dict[str, Section] = {
             "cache kept": "the same, cache kept",
             "sooner from tokens": "sooner from tokens",
         },
-        apart="Seconds are without loading the model. Dodo and the base begin with token ids; a peer is another process, is given the "
-        "text, and splits it into tokens itself. An answer has 64 tokens. Sooner than reading the whole text: from so many questions on, and, of the lengths "
-        "measured, from so many tokens on at one question. Memory is the most that the process held while it compressed and "
-        "answered, model and all; of a peer its own process, of the whole text ours without its cache kept. The paper gives no "
-        "numbers.",
+        apart="Seconds are without loading the model. Dodo and the base begin with token ids; a peer is another process, is "
+        "given the text, and splits it into tokens itself. An answer has 64 tokens. Sooner than reading the whole text: "
+        "from so many questions on, and, of the lengths measured, from so many tokens on at one question. Memory is the "
+        "most that the process held while it compressed and answered, model and all; of a peer its own process, of the "
+        "whole text ours without its cache kept. The paper gives no numbers.",
         machine=True,
     ),
     "optimal-selection": Section(
