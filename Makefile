@@ -29,7 +29,7 @@ test-all: $(READY) test-oldest
 	$(BIN)/python -m pytest -q -m ''
 
 OLDEST := .venv-oldest
-CORE := adapters autoregressive compressor fingerprint model nuggets saving selection straight_through streaming thresholds
+CORE := adapters autoregressive base compressor fingerprint generation model nuggets saving selection straight_through streaming thresholds uses
 
 test-oldest: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)

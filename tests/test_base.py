@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import decoders
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from dodo import Dodo
@@ -58,6 +59,14 @@ def test_a_gguf_file_compresses_and_answers_like_its_folder(tmp_path: Path) -> N
         dodo = Dodo.from_pretrained(where, config=small_config())
         answers.append(dodo.generate_ids(dodo.compress(TEXT, ratio=2), [[40, 41]], max_new_tokens=8))
     assert answers[0] == answers[1]
+
+
+def test_a_gguf_file_whose_tokenizer_is_read_wrongly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, wrong = save_gguf(tmp_path / "tiny.gguf"), byte_tokenizer()
+    wrong.backend_tokenizer.decoder = decoders.Fuse()
+    monkeypatch.setattr("dodo.base.AutoTokenizer.from_pretrained", lambda *_, **__: wrong)
+    with pytest.raises(InputError, match="transformers reads its tokenizer wrongly"):
+        load_base(where)
 
 
 def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,9 +272,9 @@ def test_the_head_reads_states_that_lie_packed(texts: int, tmp_path: Path) -> No
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "mamba": ({}, "recurrent|linear_attention"),
-    "mamba2": ({}, "recurrent|linear_attention"),
-    "falcon_mamba": ({}, "recurrent|linear_attention"),
+    "mamba": ({}, "recurrent|linear_attention|mamba"),
+    "mamba2": ({}, "recurrent|linear_attention|mamba"),
+    "falcon_mamba": ({}, "recurrent|linear_attention|mamba"),
     "rwkv": ({}, "recurrent"),
     "recurrent_gemma": ({}, "."),
     "jamba": ({}, "."),

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from dodo import fingerprint
 from dodo.architecture import check_supported
 from dodo.errors import DodoError, InputError
-from dodo.pull import BASES, Progress, pull
+from dodo.pull import BASES, Progress, gives_back, pull
 
 __all__ = ["LoadedBase", "Quantization", "computes_in", "load_base"]
 
@@ -88,6 +88,10 @@ def load_base(
         else:
             _keep_differentiable(model)
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
+        if "gguf_file" in where and not gives_back(tokenizer):
+            raise InputError(
+                f"{str(name)!r}: transformers reads its tokenizer wrongly; take a later one, or the model as a folder"
+            )
     except DodoError:
         raise
     except Exception as error:  # transformers raises whatever a broken file makes it stumble over

