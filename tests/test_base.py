@@ -229,6 +229,13 @@ def test_a_damaged_base_is_one_line_and_never_half_loaded(flaw: str, tmp_path: P
     assert flaw != "another width" or "in other shapes, the first of them model.layers.0.mlp" in str(caught.value)
 
 
+def test_a_base_without_the_asked_attention_says_what_to_take(tmp_path: Path) -> None:
+    tiny_model("gemma2").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="has no attention backend 'sdpa'; take .*'eager'; in a recipe, running.attention"):
+        load_base(tmp_path, attn_implementation="sdpa")
+
+
 def test_a_base_of_one_layer_is_refused_by_name(tmp_path: Path) -> None:
     save_base(tmp_path, model=tiny_llama(num_hidden_layers=1))
     with pytest.raises(UnsupportedModelError, match="has 1 layer; .* two are needed"):

@@ -349,7 +349,16 @@ def test_adapters_find_a_base_that_was_named_by_a_relative_path(tmp_path: Path, 
     (tmp_path / "m" / "base").rename(tmp_path / "moved")
     with pytest.raises(InputError, match=r"it is the base that the adapters in \.\./saved name; pass another place as base="):
         Dodo.from_pretrained("../saved")
-    assert Dodo.from_pretrained("../saved", base=tmp_path / "moved").fingerprint == dodo.fingerprint
+    moved = Dodo.from_pretrained("../saved", base=tmp_path / "moved")
+    assert moved.fingerprint == dodo.fingerprint
+    moved.save_pretrained("../again")
+    assert Dodo.from_pretrained("../again").fingerprint == dodo.fingerprint
+
+
+def test_the_folder_of_a_run_says_where_its_adapters_are(tmp_path: Path) -> None:
+    _trained(tmp_path / "base").save_pretrained(tmp_path / "run" / "last")
+    with pytest.raises(InputError, match="is the folder of a run; its adapters are in .*last"):
+        Dodo.from_pretrained(tmp_path / "run")
 
 
 @pytest.mark.parametrize("number", ["1" + "0" * 400, "1" * 5000, "[" * 200_000])

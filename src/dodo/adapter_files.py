@@ -52,6 +52,10 @@ def find(name: str, revision: str | None = None) -> Path | None:
             return path
         if (path / SCORER_FILE).is_file():
             raise InputError(f"{path} holds adapters without their {CONFIG_FILE}: saving them was cut short; save them again")
+        if inside := [folder for folder in ("best", "last") if (path / folder / CONFIG_FILE).is_file()]:
+            raise InputError(
+                f"{path} is the folder of a run; its adapters are in {' and '.join(str(path / one) for one in inside)}"
+            )
         return None
     return hub.find_adapters(name, revision) if hub.is_hub_id(name) else None
 

@@ -95,6 +95,9 @@ def load_base(
     except DodoError:
         raise
     except Exception as error:  # transformers raises whatever a broken file makes it stumble over
+        if "scaled_dot_product_attention" in str(error):
+            wanted = "attn_implementation='eager'; in a recipe, running.attention: eager"
+            raise InputError(f"the base {str(name)!r} has no attention backend {attn_implementation!r}; take {wanted}") from None
         first = " ".join((str(error).strip() or repr(error)).split())
         first = first if len(first) <= LONGEST else f"{first[:LONGEST]} ..."
         hint = "" if "/" in str(name) else f" (known aliases: {', '.join(BASES)})"

@@ -50,7 +50,7 @@ class DodoConfig:
     """All that must be known, besides the weights, to use a set of adapters as it was trained."""
 
     feature_layer: int = 3
-    """iota: the scorer reads the hidden states after this many layers of the base, adapters off (1 .. layers)."""
+    """iota: the scorer reads the hidden states after this many layers of the base, adapters off (1 .. layers - 1)."""
     ratio: float = 10.0
     """r, tokens per nugget, where a call names neither a ratio nor a number of nuggets."""
     trained_ratios: tuple[float, float] | None = None

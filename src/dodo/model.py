@@ -133,6 +133,8 @@ class Dodo:
                 raise
             told = f"it is the base that the adapters in {name} name; pass another place as base=, or write it into {CONFIG_FILE}"
             raise InputError(f"{error}; {told}") from error
+        if base is not None:
+            config = dataclasses.replace(config, base=None)  # the place that holds from now on
         if config.base_fingerprint not in (None, loaded.fingerprint) and not ignore_fingerprint:
             raise FingerprintMismatch(
                 f"the adapters in {name} were trained on base weights {config.base_fingerprint}, but {loaded.name} has "

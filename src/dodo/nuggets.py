@@ -41,7 +41,7 @@ class Fingerprint:
             detail = ", ".join(f"{n} {getattr(other, n)} instead of {getattr(self, n)}" for n in differing)
             raise FingerprintMismatch(
                 f"{what} was made with another {' and '.join(differing)} ({detail}); "
-                "compress the text again with this model, or override if you know that they agree"
+                "take the model that it was made with, compress the text again, or override if you know that they agree"
             )
 
 

@@ -53,7 +53,7 @@ def test_the_printed_ratio_is_the_hand_computed_one_of_the_checked_texts(run, ad
 def test_ratios_that_are_far_off_are_pointed_out_on_stderr(run, adapters, corpus, tmp_path):
     check = write(tmp_path / "check.jsonl", ["Dodo."])  # a handful of tokens can't be kept one in 20
     result = run("calibrate", corpus, "--check", check, "--model", adapters, "--ratio", "20", "--ratio", "40")
-    assert "note: off by more than 10% on them: ratio 20\n" in result.stderr
+    assert "note: of 2 to 20, off by more than 10% on them: ratio 20\n" in result.stderr
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["ratio", "20", "40"]
 
 

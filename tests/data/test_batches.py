@@ -239,3 +239,26 @@ def test_draws_stay_within_their_bounds():
     assert 1 <= min(drawn) < 3 < 10 < max(drawn) <= 20
     with pytest.raises(InputError, match="low <= mode"):
         Draw(5.0, 20.0, 1.0)
+
+
+def test_what_is_left_out_is_counted_and_named(tmp_path):
+    text = "the quick brown dodo and the other birds of Mauritius"
+
+    def prepared(rows, **how):
+        (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        return prepare([str(tmp_path / "data.jsonl")], tmp_path / "s.safetensors", byte_tokenizer(), **how)
+
+    rows = [{"text": text, "license": "cc-by-nc-4.0"}] * 3 + [{"text": "short"}] * 2
+    with pytest.raises(
+        InputError, match=r"no data left of .*: 3 not for commercial use .*any-licence.*; 2 shorter than 16 tokens"
+    ):
+        prepared(rows)
+    assert prepared(rows, commercial_only=False).left_out == {"shorter than 16 tokens": 2}
+    asked = [{"context": text, "question": "Who?", "answers": []}, {"context": text, "question": "What?", "answers": ["a dodo"]}]
+    assert prepared(asked, kind="question").left_out == {"without an answer": 1}
+    with pytest.raises(InputError, match="no text field 'context'"):
+        prepared(rows, kind="question")
+    with pytest.raises(InputError, match="no field 'answers' or 'answer'; its fields are context, question"):
+        prepared([{"context": text, "question": "Who?"}], kind="question")
+    with pytest.raises(InputError, match="'text' is null, not text"):
+        prepared([{"text": None}])

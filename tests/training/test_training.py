@@ -27,6 +27,7 @@ from dodo.training.module import NanLossError, TrainingModule, rate_at
 from dodo.training.objectives import Way, batch_loss
 from dodo.training.recipe import Optimizer, load_recipe
 from dodo.training.run import load_for_training, train
+from dodo.training.sources import open_sources
 from tests.standins.models import save_base
 
 ROOT = Path(__file__).parents[2]
@@ -215,19 +216,22 @@ def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(
     assert train(load_recipe(recipe_file), tmp_path / "run", resume=True, progress=False).steps == 8
 
 
-def test_a_run_that_is_told_to_stop_can_go_on(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_told_to_stop_can_go_on(
+    how: signal.Signals, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = TrainingModule.training_step
 
     def told(self: TrainingModule, batch: Batch, index: int) -> torch.Tensor:
         if batch.number == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), how)
         return step(self, batch, index)
 
     monkeypatch.setattr(TrainingModule, "training_step", told)
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(how)
     stopped = train(load_recipe(recipe_file), tmp_path / "run", progress=False)
-    assert (stopped.steps, stopped.finished) == (5, False)
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert (stopped.steps, stopped.finished, stopped.interrupted) == (5, False, how == signal.SIGINT)
+    assert signal.getsignal(how) == before
     monkeypatch.undo()
     done = train(load_recipe(recipe_file), tmp_path / "run", resume=True, progress=False)
     assert (done.steps, done.finished) == (8, True)
@@ -544,3 +548,22 @@ def test_a_nan_in_another_process_stops_this_one_too(recipe_file: Path, tmp_path
     with pytest.raises(NanLossError, match="another process's batch"):
         module.training_step(_batch([[0, 10, 11, 12]], pad=5), 0)
     assert not list(tmp_path.glob("nan-batch-*"))
+
+
+def test_one_long_document_among_short_ones_is_not_all_that_is_trained_on(recipe_file: Path, tmp_path: Path) -> None:
+    rows = [{"text": " ".join(WORDS[i:] + WORDS[:i])} for i in range(len(WORDS))] * 9 + [{"text": "x " * 200}]
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    longer = ["mixture.length={low: 300, mode: 400, high: 500}", "mixture.whole={low: 400, mode: 450, high: 500}"]
+    recipe = load_recipe(recipe_file, [*longer, "mixture.autoregressive=1"])
+    text, questions, _ = open_sources(recipe, load_for_training(recipe), tmp_path / "run")
+    assert text is not None and text.longest == 400 and text.usual < 200
+    make = BatchMaker(recipe, text, questions)
+    beginnings = {tuple(row[1:9].tolist()) for number in range(30) for row in make(number).documents}
+    assert len(beginnings) > 10
+
+
+def test_a_longer_run_by_the_same_rates_is_the_same_run(recipe_file: Path, tmp_path: Path) -> None:
+    train(load_recipe(recipe_file, ["running.steps=4"]), tmp_path / "run", progress=False)
+    assert train(load_recipe(recipe_file), tmp_path / "run", resume=True, progress=False).steps == 8
+    with pytest.raises(InputError, match=r"it differs in optimizer\.lr"):
+        train(load_recipe(recipe_file, ["optimizer.lr=1.0"]), tmp_path / "run", resume=True, progress=False)

@@ -124,7 +124,9 @@ def command(
     sampled = f"{made.thresholds.tokens:,} tokens of {made.texts:,} texts sampled"
     note(f"{sampled}, tried on {checked:,} of {made.checked_texts:,} others")
     if far:
-        note(f"off by more than {FAR:.0%} on them: ratio {', '.join(f'{ratio:g}' for ratio in far)}")
+        note(
+            f"of {COMMON[0]} to {COMMON[1]}, off by more than {FAR:.0%} on them: ratio {', '.join(f'{ratio:g}' for ratio in far)}"
+        )
     note(f"written to {out}; next: dodo generate --model {out} --ratio {ratios[0] if ratios else 10:g} ...")
 
 

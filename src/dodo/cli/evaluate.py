@@ -193,7 +193,8 @@ def command(
         echo_json({"file": str(out), **{name: record[name] for name in ("settings", "measured", "seconds")}})
         return
     for group, values in record["measured"].items():
-        click.echo(f"{task}, {method}, ratio {used:g}: {group}")
+        made_at = "" if record["settings"]["ratio"] is None else f", ratio {record['settings']['ratio']:g}"
+        click.echo(f"{task}, {method}{made_at}: {group}")
         click.echo(table([(f"  {name}", _shown(value)) for name, value in values.items()]))
     click.echo(f"written to {out}", err=True)
 

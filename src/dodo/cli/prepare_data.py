@@ -7,7 +7,7 @@ import click
 
 from dodo.cli.options import DEFAULT_MODEL, json_option
 from dodo.cli.sources import check_output
-from dodo.cli.terminal import echo_json, silence_libraries, table
+from dodo.cli.terminal import echo_json, note, silence_libraries, table
 
 __all__ = ["command"]
 
@@ -67,6 +67,8 @@ def command(
     shard = prepare(sources, out, tokenizer, kind=KINDS[kind], commercial_only=not any_licence, minimum=minimum, tokens=tokens)
     result = {"file": str(out), "documents": len(shard.documents), "tokens": shard.tokens, "bytes": out.stat().st_size}
     if as_json:
-        echo_json(result)
+        echo_json({**result, "left_out": shard.left_out})
     else:
+        for reason, count in shard.left_out.items():
+            note(f"left out: {count:,} {reason}")
         click.echo(table([(name, f"{value:,}" if isinstance(value, int) else str(value)) for name, value in result.items()]))

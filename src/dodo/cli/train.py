@@ -1,6 +1,7 @@
 """`dodo train`: adapters and scorer by a recipe."""
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import click
@@ -49,3 +50,5 @@ def command(
         state = "finished" if result.finished else "stopped; --resume goes on"
         rows = [("folder", result.folder), ("steps", f"{result.steps:,}"), ("document tokens", f"{result.tokens:,}")]
         click.echo(table([*rows, ("best validation loss", loss), ("state", state)]))
+    if result.interrupted:
+        sys.exit(130)

@@ -112,6 +112,13 @@ class TextSource:
         """Tokens of the longest document."""
         return int(self._lengths.max())
 
+    @property
+    def usual(self) -> int:
+        """The most tokens that documents with a tenth of all tokens have: longer windows would be drawn from few documents."""
+        lengths = np.sort(self._lengths)[::-1]
+        within = np.searchsorted(np.cumsum(lengths), 0.1 * self._ends[-1])
+        return int(lengths[within])
+
     def _document(self, i: int) -> np.ndarray:
         shard = int(np.searchsorted(self._starts, i, side="right")) - 1
         return self._rows[shard][i - int(self._starts[shard])]
@@ -171,7 +178,7 @@ class TextSource:
         self, count: int, length: int, ratio: float, rng: np.random.Generator, *, window: int, segment: int
     ) -> Batch:
         """Texts of which every token is predicted, from nuggets and the `window` tokens before its segment. Paper: Eq. 11."""
-        text = self.windows(count, length + 1 - (self._bos is not None), rng)
+        text = self.windows(count, min(length + 1 - (self._bos is not None), self.longest), rng)
         documents = self._documents(text)
         nothing = documents[:, :0]
         batch = _full("autoregressive", ratio, documents[:, :-1], nothing, documents[:, 1:])

@@ -132,6 +132,8 @@ def text_field(record: Record, name: str = "text") -> str:
         InputError: it is not.
     """
     value = record.get(name)
+    if name in record and not isinstance(value, str):
+        raise InputError(f"a record's field {name!r} is {'null' if value is None else type(value).__name__}, not text")
     if not isinstance(value, str):
         raise InputError(f"a record has no text field {name!r}; its fields are {', '.join(sorted(record)) or 'none'}")
     return value

@@ -4,9 +4,11 @@ Two kinds. A *text* shard holds documents; a *question* shard holds documents an
 prompts) with answers. Ragged rows are one flat array and offsets.
 """
 
+import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -63,6 +65,8 @@ class Shard:
     answers: Ragged | None = None
     owner: np.ndarray | None = None
     groups: np.ndarray | None = None
+    left_out: dict[str, int] = field(default_factory=dict)
+    """When it was prepared, by reason: records of a licence, short documents, questions without an answer. Not stored."""
 
     def held_back(self, share: float, *, seed: int = 0) -> np.ndarray:
         """bool [documents], true for about `share` of the documents: whole groups, drawn at random, at least one of two.
@@ -109,15 +113,28 @@ def prepare(
     Raises:
         InputError: nothing is left, or a record lacks a field.
     """
-    records = (
-        record for source in resolve(sources) for record in read_records(source)
-        if not commercial_only or permits_commercial_use(record)
-    )  # fmt: skip
-    shard = _texts(records, tokenizer, minimum, tokens) if kind == "text" else _asked(records, tokenizer, minimum, kind, tokens)
+    left_out: Counter[str] = Counter()
+
+    def permitted(record: dict[str, Any]) -> bool:
+        permits = not commercial_only or permits_commercial_use(record)
+        left_out["not for commercial use (--any-licence, data.commercial_only)"] += not permits
+        return permits
+
+    def long_enough(ids: list[int]) -> bool:
+        left_out[f"shorter than {minimum} tokens"] += len(ids) < minimum
+        return len(ids) >= minimum
+
+    records = (record for source in resolve(sources) for record in read_records(source) if permitted(record))
+    if kind == "text":
+        shard = _texts(records, tokenizer, long_enough, tokens)
+    else:
+        shard = _asked(records, tokenizer, long_enough, kind, tokens, left_out)
+    why = {reason: count for reason, count in left_out.items() if count}
     if len(shard.documents) == 0:
-        raise InputError(f"no data left of {', '.join(sources)}: no document of at least {minimum} tokens may be used")
+        told = "; ".join(f"{count:,} {reason}" for reason, count in why.items()) or "there are no records"
+        raise InputError(f"no data left of {', '.join(sources)}: {told}")
     _write(shard, out, tokenizer, sources)
-    return read_shard(out)
+    return dataclasses.replace(read_shard(out), left_out=why)
 
 
 def read_shard(path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Shard:
@@ -164,9 +181,11 @@ def _encoded(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, litera
         yield from flush()
 
 
-def _texts(records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, minimum: int, tokens: int | None) -> Shard:
+def _texts(
+    records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, keep: Callable[[list[int]], bool], tokens: int | None
+) -> Shard:
     texts = (text_field(record) for record in records)
-    kept = (ids for ids in _encoded(texts, tokenizer, literal=True) if len(ids) >= minimum)
+    kept = (ids for ids in _encoded(texts, tokenizer, literal=True) if keep(ids))
     return Shard("text", _pack(_enough(kept, len, tokens), tokenizer))
 
 
@@ -182,11 +201,12 @@ def _enough(rows: Iterable[Row], length: Callable[[Row], int], tokens: int | Non
 
 def _question_in(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
     """Document, prompt and answer; None if there is no answer. Paper: Appendix D.2."""
-    answers = answers_field(record)
+    context, question, answers = text_field(record, "context"), text_field(record, "question"), answers_field(record)
+    if not {"answers", "answer"} & set(record):
+        raise InputError(f"a record has no field 'answers' or 'answer'; its fields are {', '.join(sorted(record))}")
     if not answers or not answers[0].strip():
         return None
-    answer = answers[0]
-    return text_field(record, "context"), question_prompt(tokenizer, text_field(record, "question")), answer.strip()
+    return context, question_prompt(tokenizer, question), answers[0].strip()
 
 
 def _summary_in(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
@@ -196,19 +216,25 @@ def _summary_in(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> t
 
 
 def _asked(
-    records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, minimum: int, kind: RecordKind, tokens: int | None
+    records: Iterable[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    keep: Callable[[list[int]], bool],
+    kind: RecordKind,
+    tokens: int | None,
+    left_out: Counter[str],
 ) -> Shard:
     """Documents, each once, what is asked of them, and what is to come."""
     grouped: dict[str, list[tuple[str, str]]] = {}
     titles: dict[str, str] = {}
     for record in records:
         found = _summary_in(record, tokenizer) if kind == "summary" else _question_in(record, tokenizer)
+        left_out["without an answer"] += found is None
         if found is not None:
             context, prompt, answer = found
             grouped.setdefault(context, []).append((prompt, answer))
             titles.setdefault(context, str(record.get("title") or context))
     rows = zip(_encoded(grouped, tokenizer, literal=True), grouped.values(), titles.values(), strict=True)
-    kept = [*_enough((row for row in rows if len(row[0]) >= minimum), lambda row: len(row[0]), tokens)]
+    kept = [*_enough((row for row in rows if keep(row[0])), lambda row: len(row[0]), tokens)]
     prompts = _encoded((prompt for _, pairs, _ in kept for prompt, _ in pairs), tokenizer, literal=False)
     answers_ids = _encoded((a for _, pairs, _ in kept for _, a in pairs), tokenizer, literal=True)
     owner = np.repeat(np.arange(len(kept)), [len(pairs) for _, pairs, _ in kept]) if kept else np.zeros(0, np.int64)

@@ -25,8 +25,8 @@ class Section:
 
     title: heading. columns: values of a group that are shown, by heading; their errors stand behind `error`. error: of a value's
     name, the name of its standard error. paper: rows of the paper, each with the model, or the reason why there are none.
-    apart: why ours differ. single: what the values of single items are, by which methods are compared item by item. machine:
-    whether rows tell what they were measured on.
+    apart: why others differ from them. ours: why the project's own records do. single: what the values of single items are, by
+    which methods are compared item by item. machine: whether rows tell what they were measured on.
     """
 
     title: str
@@ -34,11 +34,14 @@ class Section:
     paper: tuple[tuple[str, ...], ...] = ()
     head: tuple[str, ...] = ()
     apart: str = ""
+    ours: str = ""
     single: str = "BLEU"
     machine: bool = False
     error: Callable[[str], str] = "{} standard error".format
 
 
+PUBLISHED = "smollm2-135m"
+"""The base of the project's own records, about which alone a section's `ours` speaks."""
 _SMALL = (
     "The paper's base has 7 billion parameters, this one 135 million; the card of its adapters says on how many tokens they were "
     "trained."
@@ -62,7 +65,8 @@ SECTIONS: dict[str, Section] = {
             "dates": "dates rebuilt",
         },
         apart="Tokens right and perplexity are with the tokens before given. The paper shows a figure, and says 98 at r = 20 for "
-        "LLaMA-7B. Standard errors of 2 and more: these are all texts of so many tokens that are held out, and at high "
+        "LLaMA-7B.",
+        ours="Standard errors of 2 and more: these are all texts of so many tokens that are held out, and at high "
         "ratios a few come back whole and most do not. ICAE learned from 78 thousand document tokens, what ships from 6.3 "
         f"million. {_SMALL}",
     ),
@@ -86,7 +90,7 @@ SECTIONS: dict[str, Section] = {
             ("Polish", "98.3", "1.032"),
             ("Russian", "98.9", "1.032"),
         ),
-        apart="The paper's documents are of RedPajama, at r = 10; ours are at r = 5, where English texts of this length come "
+        ours="The paper's documents are of RedPajama, at r = 10; ours are at r = 5, where English texts of this length come "
         "back by half. SmolLM2 knows mostly English. Few texts of each language were rebuilt, for the time that it takes, so "
         f"standard errors are above 2 where much comes back. {_SMALL}",
     ),
@@ -105,7 +109,8 @@ SECTIONS: dict[str, Section] = {
             ("256", "Compressive", "6.88", "11.62", "4.82"),
             ("256", "Dodo", "6.30", "10.55", "4.01"),
         ),
-        apart=f"Standard errors are of texts that are hard or easy for all methods alike: all read the same ones. {_SMALL}",
+        apart="Standard errors are of texts that are hard or easy for all methods alike: all read the same ones.",
+        ours=_SMALL,
     ),
     "endless": Section(
         "Endless text",
@@ -124,7 +129,8 @@ SECTIONS: dict[str, Section] = {
             ("Dodo", "5", "59.1"),
             ("Dodo", "10", "49.8"),
         ),
-        apart="Shares, not per cent. The paper's LLaMA-2-7B-chat was not fine-tuned on questions; our adapters were, the base "
+        apart="Shares, not per cent.",
+        ours="The paper's LLaMA-2-7B-chat was not fine-tuned on questions; our adapters were, the base "
         "that peers and Full have was not. Of 600 questions a standard error is about 2.0 points at most, of 300 2.9, of 200 "
         f"3.5; more of them were left out for the time that they take. {_SMALL}",
         single="right",
@@ -139,7 +145,7 @@ SECTIONS: dict[str, Section] = {
             ("Full, fine-tuned", "1", "37.7", "15.6", "35.3"),
             ("Dodo, fine-tuned", "10", "39.9", "14.6", "37.0"),
         ),
-        apart="What ships is not fine-tuned on summaries; smollm2-135m-summaries is, in 200 steps of an article each, and over "
+        ours="What ships is not fine-tuned on summaries; smollm2-135m-summaries is, in 200 steps of an article each, and over "
         f"the same, whole, smollm2-135m-summaries-full; so few and short articles teach little. {_SMALL}",
         single="ROUGE-L",
     ),
@@ -185,7 +191,8 @@ SECTIONS: dict[str, Section] = {
         head=("moved", "perplexity before", "after", "after / before"),
         paper=(("0.247", "7.74", "7.13", "0.921"),),
         apart="The paper searches with its autoregressive LM, here it is the compressor. A document takes minutes, so there are "
-        f"few, and standard errors are large. {_SMALL}",
+        "few, and standard errors are large.",
+        ours=_SMALL,
     ),
     "highlight": Section(
         "A text and its nuggets (Figure 7)",
@@ -250,7 +257,7 @@ def write_report(
         figures: pictures to show, by the task that their name begins with; beside the page or below it.
         harness: see `read_harness`.
     """
-    lines = ["# Results", "", "Written by `dodo report` out of the records in results/. ± is one standard error.", ""]
+    lines = ["# Results", "", "Written by `dodo report` out of the records of `dodo evaluate`. ± is one standard error.", ""]
     for task, records in results.items():
         section = SECTIONS[task]
         lines += [f"## {section.title}", "", *_table(section, records), ""]
@@ -261,7 +268,8 @@ def write_report(
                 lines += [f"![{section.title}]({figure.relative_to(page.parent).as_posix()})", ""]
         if section.paper:
             lines += ["In the paper:", "", *_rows(section.head, section.paper), ""]
-        lines += [section.apart, ""] if section.apart else []
+        own = section.ours if all(record["settings"]["base"] == PUBLISHED for record in records) else ""
+        lines += [" ".join(filter(None, (section.apart, own))), ""] if section.apart or own else []
         lines += [_PEERS, ""] if any("versions of the peer" in record for record in records) else []
     lines += _of_harness(harness)
     page.parent.mkdir(parents=True, exist_ok=True)

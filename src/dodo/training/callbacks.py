@@ -162,20 +162,26 @@ class Validation(_EachStep):
 class Checkpoints(_EachStep):
     """`last.ckpt` every so many steps, whole; adapters in `best/` after the best validation and `last/` at the end.
 
-    SIGTERM, sent to any process of the run, ends it after the step at hand, resumably.
+    SIGTERM, sent to any process of the run, or Ctrl-C ends it after the step at hand, resumably; Ctrl-C again ends it at once.
     """
 
     def __init__(self, folder: Path, *, every: int, best: Validation) -> None:
         self._folder, self._every, self._best = folder, every, best
         self._told_to_stop = False
+        self.interrupted = False
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         super().on_train_start(trainer, module)
-        self._before: Any = None
+        self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._stop)
+            self._before = {one: signal.signal(one, self._stop) for one in (signal.SIGTERM, signal.SIGINT)}
 
-    def _stop(self, *_: Any) -> None:
+    def _stop(self, received: int, _: Any) -> None:
+        if received == signal.SIGINT:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            self.interrupted = True
+            print("stopping after this step; Ctrl-C once more stops at once, without saving", file=sys.stderr, flush=True)
         self._told_to_stop = True
 
     def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
@@ -187,8 +193,8 @@ class Checkpoints(_EachStep):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+        for one, before in self._before.items():
+            signal.signal(one, before)
         self._save(trainer)
         if module.takes_part:
             module.save_adapters(self._folder / "last")

@@ -61,7 +61,7 @@ class BatchMaker:
         else:
             assert self.text is not None
             drawn = {"autoencoding": mixture.length, "recall": mixture.length, "autoregressive": mixture.whole}
-            length = min(round(draw_skewed(drawn.get(objective, mixture.context), shared)), self.text.longest)
+            length = min(round(draw_skewed(drawn.get(objective, mixture.context), shared)), self.text.usual)
             count = max(1, round(tokens / length))
             if objective == "autoencoding":
                 batch = self.text.autoencoding(count, length, ratio, rng)
@@ -72,7 +72,7 @@ class BatchMaker:
                 batch = self.text.autoregressive(count, length, ratio, rng, window=window, segment=mixture.segment)
             else:
                 following = max(2, min(mixture.following, length // 2))
-                length = min(length, self.text.longest - following)
+                length = min(length, self.text.usual - following)
                 batch = self.text.continuation(count, length, following, ratio, rng, distil=objective == "distillation")
         return dataclasses.replace(batch, number=number)
 

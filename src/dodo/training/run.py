@@ -42,13 +42,17 @@ __all__ = ["Result", "load_for_training", "train"]
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to. steps: optimiser steps in all. loss: the best validation loss, nats per token."""
+    """What a run came to.
+
+    steps: optimiser steps in all. loss: the best validation loss, nats per token. interrupted: by Ctrl-C.
+    """
 
     folder: str
     steps: int
     tokens: int
     loss: float | None
     finished: bool
+    interrupted: bool = False
 
 
 class _Endless(IterableDataset[Batch]):
@@ -99,7 +103,8 @@ def train(
     text, questions, validation = open_sources(recipe, dodo, folder, resume=resume, progress=progress)
     module = TrainingModule(dodo, recipe, folder, _sample(recipe, text))
     checks = Validation(validation, folder, recipe)
-    callbacks: list[Any] = [TrainingLog(folder), checks, Checkpoints(folder, every=running.save_every, best=checks)]
+    checkpoints = Checkpoints(folder, every=running.save_every, best=checks)
+    callbacks: list[Any] = [TrainingLog(folder), checks, checkpoints]
     callbacks += [Progress(running.steps)] if progress else []
     callbacks += [] if max_minutes is None else [Deadline(max_minutes)]
     with warnings.catch_warnings():
@@ -146,6 +151,7 @@ def train(
         tokens=module.tokens_seen,
         loss=checks.best,
         finished=trainer.global_step >= running.steps or checks.out_of_patience,
+        interrupted=checkpoints.interrupted,
     )
 
 
@@ -341,8 +347,8 @@ def _claim(folder: Path, recipe: Recipe, *, resume: bool) -> Path | None:
             raise InputError(f"there is nothing to resume in {folder}: no last.ckpt")
         before = load_recipe(record).as_dict()
         differing = _differences(before, wanted)
-        if recipe.optimizer.shape == "constant" and before["optimizer"] == wanted["optimizer"]:
-            differing = [name for name in differing if name != "running.steps"]  # such a run may be ended sooner or later
+        if before["optimizer"] == wanted["optimizer"]:  # a rate depends on its period: a run may be ended sooner or later
+            differing = [name for name in differing if name != "running.steps"]
         if differing:
             raise InputError(f"the run in {folder} had another recipe; it differs in {', '.join(differing)}")
         write_whole(record, yaml.safe_dump(wanted, sort_keys=False))

@@ -15,6 +15,7 @@ from dodo.data.batches import Batch, Objective, QuestionSource, TextSource
 from dodo.data.reading import resolve
 from dodo.data.shards import Shard, ShardKind, prepare, read_shard
 from dodo.errors import InputError
+from dodo.fingerprint import of_tokenizer
 from dodo.model import Dodo, begins_with_bos
 from dodo.training.in_place import write_whole
 from dodo.training.recipe import Recipe
@@ -47,11 +48,17 @@ def open_sources(
         if source.endswith(".safetensors"):
             return read_shard(source, tokenizer)
         most = f" {data.tokens}" if data.tokens else ""
-        how = hashlib.sha256(f"{source} {digest} {data.commercial_only}{most}".encode()).hexdigest()[:12]
+        how = hashlib.sha256(f"{source} {digest} {data.commercial_only}{most} {of_tokenizer(tokenizer)}".encode()).hexdigest()[
+            :12
+        ]
         made = folder / "data" / f"{Path(source).name.replace('*', 'all')}.{how}.{kind}.safetensors"
         if made.is_file():
             return read_shard(made, tokenizer)
-        return prepare([source], made, tokenizer, kind=kind, commercial_only=data.commercial_only, tokens=data.tokens or None)
+        new = prepare([source], made, tokenizer, kind=kind, commercial_only=data.commercial_only, tokens=data.tokens or None)
+        for reason, count in new.left_out.items():
+            if progress:
+                tqdm.write(f"left out of {source}: {count:,} {reason}", file=sys.stderr)
+        return new
 
     text = questions = None
     if any(getattr(mixture, name) for name in get_args(Objective) if name != "question"):
