@@ -49,7 +49,9 @@ SELECTING = ("dodo", "threshold", "top-k", "stride", "random")
 """Methods that measure the adapters that ship."""
 MEASURES = {
     "autoencoding": ("bleu", "bleu standard error", "n", 1),
+    "multilingual": ("bleu", "bleu standard error", "n", 1),
     "squad": ("accuracy", "standard error", "n", 3),
+    "summarization": ("rouge1", "rouge1 standard error", "n", 1),
     "perplexity": ("subword perplexity", "subword perplexity standard error", "subwords", 2),
 }
 """Of each task: what the card tells of it, its standard error, what is counted, digits."""
