@@ -9,11 +9,11 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 from dodo.errors import InputError
 
-__all__ = ["CONFIG_FILE", "DodoConfig", "LoraSettings", "PositionScheme", "Use", "is_number", "read_versioned"]
+__all__ = ["CONFIG_FILE", "DodoConfig", "LoraSettings", "PositionScheme", "Use", "is_finite", "is_number", "read_versioned"]
 
 PositionScheme = Literal["original", "compact"]
 Use = Literal["text", "questions"]
@@ -193,9 +193,14 @@ def _whole(name: str, value: object, *, least: int) -> None:
 
 def is_number(value: object) -> bool:
     """Whether a value is a finite int or float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
+
+
+def is_finite(number: SupportsFloat) -> bool:
+    """Whether a number, as a float, is finite; an int beyond all floats is not."""
     try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an int beyond all floats
+        return math.isfinite(number)
+    except OverflowError:
         return False
 
 

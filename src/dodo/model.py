@@ -193,10 +193,8 @@ class Dodo:
             raise InputError("there are no texts to compress")
         rows = [self.document_ids(t) for t in ([text] if isinstance(text, str) else text)]
         made = self.compress_ids(rows, ratio=ratio, nuggets=nuggets, use=use, segment=segment)
-        asked = [made.ratio] if made.ratio is not None else (made.lengths / made.k).tolist()
-        for told in filter(None, map(self.far_from_training, asked)):
+        if told := self.warning_of(made):
             warnings.warn(told, DodoWarning, stacklevel=2)
-            break
         return made
 
     def compress_ids(
@@ -264,6 +262,11 @@ class Dodo:
         roomy = copy.copy(compressor)
         roomy.config = dataclasses.replace(compressor.config, positions="compact")
         return roomy
+
+    def warning_of(self, nuggets: Nuggets) -> str | None:
+        """What to tell of nuggets if the adapters were not trained for their ratio, or one of the texts'; otherwise None."""
+        ratios = [nuggets.ratio] if nuggets.ratio is not None else (nuggets.lengths / nuggets.k).tolist()
+        return next(filter(None, map(self.far_from_training, ratios)), None)
 
     def far_from_training(self, ratio: float) -> str | None:
         """What to tell of a ratio that the adapters were not trained for; None if they were, or are fresh."""

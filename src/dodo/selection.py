@@ -12,6 +12,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from dodo.config import is_finite
 from dodo.errors import InputError
 
 __all__ = [
@@ -62,16 +63,9 @@ def count_nuggets(n: int, *, ratio: float | None = None, nuggets: int | None = N
             raise InputError(f"the number of nuggets must be a whole number of at least 1, not {nuggets!r}")
         return min(int(nuggets), n)
     assert ratio is not None
-    if isinstance(ratio, bool) or not isinstance(ratio, Real) or not _is_finite(ratio) or ratio < 1:
+    if isinstance(ratio, bool) or not isinstance(ratio, Real) or not is_finite(ratio) or ratio < 1:
         raise InputError(f"ratio must be a number of at least 1 (10 keeps one token in ten), not {ratio!r}")
     return max(1, math.ceil(n / float(ratio) - 1e-9))  # 1e-9: n / (n / k) must give k back
-
-
-def _is_finite(number: Real) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # an int beyond all floats
-        return False
 
 
 def select_top_k(scores: Tensor, k: Tensor, mask: Tensor) -> Selection:

@@ -83,7 +83,7 @@ def command(
         made = [(png, to_png(seen, title=title))] if png is not None else []
         if html is not None:
             made.append((html, to_html(seen, title=title).encode()))
-        for path, data in made:  # both or none
+        for path, data in made:  # both are there before either is written
             write_whole(path, data)
     if as_json:
         echo_json(

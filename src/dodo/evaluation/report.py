@@ -25,8 +25,8 @@ class Section:
 
     title: heading. columns: values of a group that are shown, by heading; their errors stand behind `error`. error: of a value's
     name, the name of its standard error. paper: rows of the paper, each with the model, or the reason why there are none.
-    apart: why others differ from them. ours: why the project's own records do. single: what the values of single items are, by
-    which methods are compared item by item. machine: whether rows tell what they were measured on.
+    apart: why results differ from them. ours: what is to be said of the project's own records besides. single: what the values of
+    single items are, by which methods are compared item by item. machine: whether rows tell what they were measured on.
     """
 
     title: str

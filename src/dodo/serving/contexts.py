@@ -94,8 +94,7 @@ async def _keep(service: Service, source: str | File, wanted: ContextRequest, re
     report({"stage": "storing"})
     name = source.name[-200:] or None if isinstance(source, File) and wanted.name is None else wanted.name
     context = await asyncio.to_thread(lambda: service.store.add(nuggets, name=name))
-    asked = nuggets.ratio if nuggets.ratio is not None else context.n / context.k
-    return ContextObject.of(context, service.dodo.far_from_training(asked))
+    return ContextObject.of(context, service.dodo.warning_of(nuggets))
 
 
 async def _nuggets(service: Service, source: str | File, wanted: ContextRequest, report: Report) -> Nuggets:

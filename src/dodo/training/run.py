@@ -262,7 +262,7 @@ def _sample(recipe: Recipe, text: TextSource | None) -> list[list[int]]:
     """Texts to estimate thresholds from: about sixteen thousand tokens."""
     if text is None or recipe.model in ("icae", "full"):  # which have no scorer
         return []
-    length = min(512, text.longest)
+    length = min(512, text.usual)
     return text.autoencoding(16_384 // length, length, 1.0, np.random.default_rng((recipe.running.seed, 4))).documents.tolist()
 
 
@@ -293,7 +293,7 @@ def _texts_alone(recipe: Recipe, text: TextSource | None) -> list[Batch]:
     """Batches for the scorer's warm start, as large as four of the run's."""
     if text is None:
         raise InputError("selection.warm_start reads plain text, but no objective of the mixture does")
-    length = min(round(recipe.mixture.length.high), text.longest)
+    length = min(round(recipe.mixture.length.high), text.usual)
     rows = max(1, 4 * recipe.running.tokens // length)
     seed = recipe.running.seed
     return [text.autoencoding(rows, length, 1.0, np.random.default_rng((seed, i, 2))) for i in range(recipe.selection.warm_start)]
@@ -306,7 +306,7 @@ def _texts_rebuilt(recipe: Recipe, text: TextSource | None, count: int, name: st
     found, seed = [], recipe.running.seed
     for i in range(count):
         rng = np.random.default_rng((seed, i, 6))
-        length = min(round(draw_skewed(recipe.mixture.length, rng)), text.longest)
+        length = min(round(draw_skewed(recipe.mixture.length, rng)), text.usual)
         found.append(text.autoencoding(max(1, recipe.running.tokens // length), length, 1.0, rng))
     return found
 

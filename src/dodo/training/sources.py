@@ -48,16 +48,14 @@ def open_sources(
         if source.endswith(".safetensors"):
             return read_shard(source, tokenizer)
         most = f" {data.tokens}" if data.tokens else ""
-        how = hashlib.sha256(f"{source} {digest} {data.commercial_only}{most} {of_tokenizer(tokenizer)}".encode()).hexdigest()[
-            :12
-        ]
+        telling = f"{source} {digest} {data.commercial_only}{most} {of_tokenizer(tokenizer)}"
+        how = hashlib.sha256(telling.encode()).hexdigest()[:12]
         made = folder / "data" / f"{Path(source).name.replace('*', 'all')}.{how}.{kind}.safetensors"
         if made.is_file():
             return read_shard(made, tokenizer)
         new = prepare([source], made, tokenizer, kind=kind, commercial_only=data.commercial_only, tokens=data.tokens or None)
-        for reason, count in new.left_out.items():
-            if progress:
-                tqdm.write(f"left out of {source}: {count:,} {reason}", file=sys.stderr)
+        for reason, count in new.left_out.items() if progress else ():
+            tqdm.write(f"left out of {source}: {count:,} {reason}", file=sys.stderr)
         return new
 
     text = questions = None
