@@ -80,6 +80,8 @@ def test_the_version_of_the_format_is_written_first() -> None:
         ({"trained_ratios": [10]}, "trained_ratios"),
         ({"trained_ratios": [20, 10]}, "trained_ratios"),
         ({"trained_ratios": ["a", "b"]}, "trained_ratios"),
+        ({"trained_as": "dodo"}, "trained_as must be one of compressor, autoregressive"),
+        ({"trained_as": ["icae"]}, "trained_as"),
         ({"keep_first": "no"}, "keep_first"),
         ({"positions": "relative"}, "positions"),
         ({"positions": ["original"]}, "positions"),

@@ -198,7 +198,9 @@ def test_settings_that_shape_nuggets_are_part_of_the_adapters(changes: dict[str,
     assert _dodo(**changes).fingerprint.adapter != _dodo().fingerprint.adapter
 
 
-@pytest.mark.parametrize("changes", [{"ratio": 3.0}, {"trained_ratios": (2.0, 4.0)}, {"base": "elsewhere"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"ratio": 3.0}, {"trained_ratios": (2.0, 4.0)}, {"trained_as": "icae"}, {"base": "elsewhere"}], ids=str
+)
 def test_settings_that_do_not_shape_nuggets_are_no_part_of_the_adapters(changes: dict[str, object]) -> None:
     assert _dodo(**changes).fingerprint == _dodo().fingerprint
 

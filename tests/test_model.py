@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -278,6 +279,19 @@ def test_a_ratio_far_from_what_was_trained_works_with_a_warning(make: Maker) -> 
     for nuggets in (3, 1000):
         with pytest.warns(DodoWarning, match="outside the range"):
             dodo.compress(TEXT, nuggets=nuggets)
+
+
+def test_adapters_that_learned_to_be_something_else_are_used_with_a_warning(make: Maker, tmp_path: Path) -> None:
+    make(trained_as="autoregressive").save_pretrained(tmp_path / "lm")
+    for lm in (make(trained_as="autoregressive"), make()):
+        lm.load_adapters(tmp_path / "lm")
+        with pytest.warns(DodoWarning, match="trained as an autoregressive LM, not as a compressor"):
+            lm.compress(TEXT, ratio=5)
+        lm.autoregressive(threshold=0.0)
+    compressor = make(trained_as="compressor")
+    compressor.compress(TEXT, ratio=5)
+    with pytest.warns(DodoWarning, match="trained as a compressor, not as an autoregressive LM"):
+        compressor.autoregressive(threshold=0.0)
 
 
 def test_ratio_and_number_together_are_refused(make: Maker) -> None:

@@ -216,7 +216,8 @@ def _card(compressor: Compressor) -> str:
         f"# Dodo adapters for {config.base}\n\n"
         "LoRA adapters phi and theta, scorer and soft token that compress a context into nuggets "
         "(Qin et al., Dodo: Dynamic Contextual Compression for Decoder-only LMs).\n\n"
-        f"- ratios trained: {trained}\n- selection: {config.selection}\n- positions: {config.positions}\n"
+        f"- trained as: {config.trained_as or 'not said'}\n- ratios trained: {trained}\n"
+        f"- selection: {config.selection}\n- positions: {config.positions}\n"
         f"- first token kept: {config.keep_first}\n- feature layer: {config.feature_layer}\n"
         f"- base weights: {config.base_fingerprint}\n{slots}\n"
         '```python\nfrom dodo import Dodo\n\ndodo = Dodo.from_pretrained("path or hub id of this folder")\n```\n'

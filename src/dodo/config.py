@@ -9,15 +9,27 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal, SupportsFloat, get_args
 
 from dodo.errors import InputError
 
-__all__ = ["CONFIG_FILE", "DodoConfig", "LoraSettings", "PositionScheme", "Use", "is_finite", "is_number", "read_versioned"]
+__all__ = [
+    "CONFIG_FILE",
+    "DodoConfig",
+    "LoraSettings",
+    "PositionScheme",
+    "TrainedAs",
+    "Use",
+    "is_finite",
+    "is_number",
+    "read_versioned",
+]
 
 PositionScheme = Literal["original", "compact"]
 Use = Literal["text", "questions"]
 """What nuggets are for: the text itself, or questions about it."""
+TrainedAs = Literal["compressor", "autoregressive", "compressive", "icae", "full"]
+"""What adapters learned to be: one of Dodo's two uses, or a baseline of the paper (Sections 4 and 5)."""
 
 CONFIG_FILE = "dodo_config.json"
 CONFIG_VERSION = 1
@@ -55,6 +67,8 @@ class DodoConfig:
     """r, tokens per nugget, where a call names neither a ratio nor a number of nuggets."""
     trained_ratios: tuple[float, float] | None = None
     """Lowest and highest ratio seen in training; outside them a warning is given. None: never trained."""
+    trained_as: TrainedAs | None = None
+    """What the adapters learned to be; used as something else they give a warning. None: nothing, several things, or unknown."""
     keep_first: bool = True
     """Keep the first token as one more nugget (attention sink); it is put in front if the tokenizer has a BOS token."""
     positions: PositionScheme = "original"
@@ -95,6 +109,8 @@ class DodoConfig:
             raise InputError(f"ratio must be a number of at least 1, not {self.ratio!r}")
         if self.trained_ratios is not None and not _is_range(self.trained_ratios):
             raise InputError(f"trained_ratios must be the lowest and the highest ratio, not {self.trained_ratios!r}")
+        if self.trained_as is not None and self.trained_as not in get_args(TrainedAs):
+            raise InputError(f"trained_as must be one of {', '.join(get_args(TrainedAs))} or nothing, not {self.trained_as!r}")
         if not isinstance(self.keep_first, bool):
             raise InputError(f"keep_first must be true or false, not {self.keep_first!r}")
         for name in ("scores_by_use", "runs"):
@@ -124,6 +140,7 @@ class DodoConfig:
         earlier versions still belong to their adapters."""
         plain = dataclasses.replace(self, base=None, base_fingerprint=None, ratio=1.0, trained_ratios=None, seed=0)
         values = {"version": CONFIG_VERSION, **dataclasses.asdict(plain)}
+        del values["trained_as"]
         if self.selection != "coverage":
             del values["reach"]
         if not (self.runs and self.selection == "coverage"):

@@ -30,7 +30,7 @@ from dodo.architecture import FAMILIES, device_of, key_shape
 from dodo.autoregressive import Autoregressive
 from dodo.base import LoadedBase, load_base
 from dodo.compressor import Compressor
-from dodo.config import CONFIG_FILE, DodoConfig, Use
+from dodo.config import CONFIG_FILE, DodoConfig, TrainedAs, Use
 from dodo.errors import DodoWarning, FingerprintMismatch, InputError, UnsupportedModelError
 from dodo.generation import generate_ids, pad_rows
 from dodo.nuggets import Fingerprint, Nuggets
@@ -40,6 +40,14 @@ from dodo.streaming import StreamingCache
 from dodo.thresholds import Pace, Thresholds
 
 __all__ = ["Dodo", "begins_with_bos"]
+
+NAMES: dict[TrainedAs, str] = {
+    "compressor": "a compressor",
+    "autoregressive": "an autoregressive LM",
+    "compressive": "the baseline Compressive",
+    "icae": "the baseline ICAE",
+    "full": "the baseline Full",
+}
 
 
 class Dodo:
@@ -264,7 +272,9 @@ class Dodo:
         return roomy
 
     def warning_of(self, nuggets: Nuggets) -> str | None:
-        """What to tell of nuggets if the adapters were not trained for their ratio, or one of the texts'; otherwise None."""
+        """What to tell of nuggets if the adapters were not trained to compress, or not at the ratio of one text; or None."""
+        if told := self.trained_otherwise("compressor"):
+            return told
         ratios = [nuggets.ratio] if nuggets.ratio is not None else (nuggets.lengths / nuggets.k).tolist()
         return next(filter(None, map(self.far_from_training, ratios)), None)
 
@@ -274,6 +284,13 @@ class Dodo:
         if trained is None or trained[0] <= ratio <= trained[1]:
             return None
         return f"ratio {ratio:g} is outside the range that these adapters were trained for ({trained[0]:g} to {trained[1]:g})"
+
+    def trained_otherwise(self, use: TrainedAs) -> str | None:
+        """What to tell of adapters that learned to be something else than what they are used as; or None."""
+        trained = self.config.trained_as
+        if trained in (None, use):
+            return None
+        return f"these adapters were trained as {NAMES[trained]}, not as {NAMES[use]}: little of what they learned holds here"
 
     # -- generating
 
@@ -496,6 +513,8 @@ class Dodo:
         """
         if ratio is not None and threshold is not None:
             raise InputError("give either a ratio or a threshold, and not both")
+        if told := self.trained_otherwise("autoregressive"):
+            warnings.warn(told, DodoWarning, stacklevel=2)
         known, ratio = self.thresholds, self.config.ratio if ratio is None else ratio
         if threshold is None and ratio == 1:
             threshold = -math.inf
@@ -631,12 +650,12 @@ class Dodo:
     # -- saving and loading
 
     def load_adapters(self, folder: str | Path, *, ignore_config: bool = False) -> None:
-        """Load what `save_pretrained` wrote into this model, and the ratios that it was trained for.
+        """Load what `save_pretrained` wrote into this model, and what it was trained for.
 
         Args:
             folder: of the set.
             ignore_config: take the weights although the set was made for another base, or with settings on which it depends what
-                nuggets are; the ratios stay this model's. For training that goes on under other settings.
+                nuggets are; what it was trained for stays this model's. For training that goes on under other settings.
 
         Raises:
             InputError: a file is missing or does not fit, or a setting differs.
@@ -648,7 +667,9 @@ class Dodo:
             self._check_config(there, folder)
         self._load(folder)
         if not ignore_config:
-            self.compressor.config = dataclasses.replace(self.config, trained_ratios=there.trained_ratios)
+            self.compressor.config = dataclasses.replace(
+                self.config, trained_ratios=there.trained_ratios, trained_as=there.trained_as
+            )
 
     def _check_config(self, there: DodoConfig, folder: Path) -> None:
         own, set_ = json.loads(self.config.identity()), json.loads(there.identity())

@@ -1,10 +1,15 @@
 """What methods hold, and that they say what the model says."""
 
+import dataclasses
+import json
+import warnings
+
 import pytest
 import torch
 
-from dodo.errors import InputError, WindowError
+from dodo.errors import DodoWarning, InputError, WindowError
 from dodo.evaluation.methods import METHODS, make_method, own_ids
+from dodo.evaluation.run import evaluate
 from dodo.icae import Icae
 from dodo.memory import MemoryTokens
 from dodo.model import Dodo
@@ -175,3 +180,39 @@ def test_what_can_not_be_is_refused(dodo):
     method = make_method("full", dodo, 4.0)
     with pytest.raises(InputError, match="can't rebuild"):
         method.rebuild(method.read(DOCUMENTS))
+
+
+@pytest.mark.parametrize(
+    ("task", "method", "fitting"),
+    [
+        ("autoencoding", "dodo", "compressor"),
+        ("autoencoding", "stride", "compressor"),
+        ("squad", "theta", "full"),
+        ("squad", "truncate", None),
+        ("perplexity", "theta", "autoregressive"),
+        ("perplexity", "compressive", "compressive"),
+        ("perplexity", "top-k", "autoregressive"),
+        ("perplexity", "full", None),
+    ],
+)
+def test_adapters_that_learned_to_be_something_else_are_measured_with_a_warning(dodo, tmp_path, task, method, fitting):
+    record = {"text": TEXT, "context": TEXT[:80], "question": "Who?", "answers": ["he"]}
+    (tmp_path / "texts.jsonl").write_text(json.dumps(record), encoding="utf-8")
+    config, told = dodo.config, []
+    for trained_as in ("compressor", "autoregressive", "compressive", "icae", "full"):
+        dodo.compressor.config = dataclasses.replace(config, trained_as=trained_as)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            settings = {
+                "ratio": 4.0,
+                "lengths": [16] if task == "autoencoding" else [],
+                "states": (8,),
+                "segment": 4,
+                "limit": 30,
+            }
+            sources = [str(tmp_path / "texts.jsonl")]
+            evaluate(dodo, task, method=method, sources=sources, out=tmp_path / f"{trained_as}.json", **settings)
+        told += [trained_as for w in caught if w.category is DodoWarning and "were trained as" in str(w.message)]
+    dodo.compressor.config = config
+    others = {"compressor", "autoregressive", "compressive", "icae", "full"} - {fitting}
+    assert set(told) == (others if fitting else set())

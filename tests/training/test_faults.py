@@ -351,8 +351,25 @@ def test_without_a_clip_gradients_are_taken_as_they_are(recipe_file: Path, tmp_p
     assert any(value.abs().max() > 0 for name, value in a.items() if "lora_B" in name)
 
 
+@pytest.mark.parametrize(
+    ("settings", "trained_as"),
+    [
+        ([], "compressor"),
+        (["mixture.autoencoding=0", "mixture.autoregressive=1"], "autoregressive"),
+        (["mixture.autoregressive=1"], None),
+        (["model=compressive", "mixture.autoencoding=0", "mixture.autoregressive=1"], "compressive"),
+        (["model=icae"], "icae"),
+    ],
+    ids=str,
+)
+def test_adapters_say_what_they_learned_to_be(recipe_file: Path, settings: list[str], trained_as: str | None) -> None:  # noqa: F811
+    fixed = ["mixture.ratio={low: 4, mode: 4, high: 4}", "mixture.whole={low: 24, mode: 24, high: 24}"]
+    assert load_recipe(recipe_file, [*fixed, *settings]).trained_as == trained_as
+
+
 def test_the_ratios_of_questions_are_trained_ratios_too(recipe_file: Path, questions: str, tmp_path: Path) -> None:  # noqa: F811
     settings = ["mixture.question=1.0", f"data.questions={questions}", "mixture.question_ratio={low: 1.5, mode: 6.0, high: 14.0}"]
     train(load_recipe(recipe_file, [*settings, "running.steps=1"]), tmp_path / "run", progress=False)
-    assert Dodo.from_pretrained(tmp_path / "run" / "last").config.trained_ratios == (1.5, 14.0)
+    learned = Dodo.from_pretrained(tmp_path / "run" / "last").config
+    assert (learned.trained_ratios, learned.trained_as) == ((1.5, 14.0), "compressor")
     assert yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())["mixture"]["ratio"]["high"] == 4.0

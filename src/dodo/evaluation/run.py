@@ -4,13 +4,15 @@ import dataclasses
 import hashlib
 import json
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dodo.config import TrainedAs
 from dodo.data.reading import resolve
-from dodo.errors import InputError
+from dodo.errors import DodoWarning, InputError
 from dodo.evaluation.efficiency import Efficiency
 from dodo.evaluation.endless import Endless, make_reader
 from dodo.evaluation.highlight import Highlight
@@ -100,6 +102,7 @@ def evaluate(
         measuring = _measuring(task, lengths)
         how = make_method(method, dodo, ratio, use=measuring.use, seed=seed, peers_python=peers_python)
         items = measuring.items(sources, dodo.tokenizer, limit, seed)
+    _tell_of_others(dodo, task, method)
     if not items:
         raise InputError(f"there is nothing to measure in {', '.join(sources)}: it has no records")
     if twice := next((key for key, count in Counter(item.key for item in items).items() if count > 1), None):
@@ -171,6 +174,16 @@ def evaluate(
     write_json(out, record)
     part.unlink(missing_ok=True)
     return record
+
+
+def _tell_of_others(dodo: Dodo, task: str, method: str) -> None:
+    """Warn where a method measures adapters that learned to be something else."""
+    of_texts: dict[str, TrainedAs] = {"stride": "compressor", "random": "compressor", "icae": "icae", "theta": "full"}
+    wanted: TrainedAs | None = of_texts.get(method)  # where Dodo itself compresses or writes, it tells by itself
+    if task == Perplexity.name:  # theta is trained as an LM from whose window nothing falls
+        wanted = {"full": None, "compressive": "compressive"}.get(method, "autoregressive")
+    if wanted is not None and (told := dodo.trained_otherwise(wanted)):
+        warnings.warn(told, DodoWarning, stacklevel=3)
 
 
 def _refuse_another(out: Path, settings: dict[str, Any]) -> None:

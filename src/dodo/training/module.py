@@ -148,10 +148,11 @@ class TrainingModule(LightningModule):
     # -- checkpoints
 
     def save_adapters(self, folder: Path) -> None:
-        """Write the set of adapters as it is, in fp16, with the ratios that it has seen. Of the processes that take part, the
-        first writes."""
-        ratio = self.recipe.mixture.trained_ratios
-        self.compressor.config = dataclasses.replace(self.compressor.config, trained_ratios=ratio)
+        """Write the set of adapters as it is, in fp16, with what it was trained as and the ratios that it has seen. Of the
+        processes that take part, the first writes."""
+        self.compressor.config = dataclasses.replace(
+            self.compressor.config, trained_ratios=self.recipe.mixture.trained_ratios, trained_as=self.recipe.trained_as
+        )
         self.dodo.thresholds = self._thresholds()
         if not self.trainer.is_global_zero:
             return

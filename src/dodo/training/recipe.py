@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from dodo.config import DodoConfig
+from dodo.config import DodoConfig, TrainedAs
 from dodo.data.batches import Draw, Objective
 from dodo.errors import InputError
 
@@ -287,6 +287,16 @@ class Recipe:
         if any(getattr(self.mixture, name) for name in others) or self.selection.lessons:
             names = ", ".join([*others, "warm_start", "cost_start"])
             raise InputError(f"model: full selects nothing and can learn {' and '.join(fits)}: {names} and asked_start are 0")
+
+    @property
+    def trained_as(self) -> TrainedAs | None:
+        """What the adapters learn to be; None where they learn both of Dodo's uses."""
+        if self.model != "dodo":
+            return self.model
+        learned = {name for name in typing.get_args(Objective) if getattr(self.mixture, name)}
+        if "autoregressive" not in learned:
+            return "compressor"
+        return "autoregressive" if len(learned) == 1 else None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as YAML and JSON have them."""
