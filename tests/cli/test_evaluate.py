@@ -228,7 +228,7 @@ def test_perplexity_at_each_number_of_states(run, models, texts, tmp_path, metho
         (("perplexity", "--length", "8"), "--length 8: has no effect in perplexity"),
         (("squad", "--method", "full", "--ratio", "5"), "--ratio 5: full does not compress; leave it out"),
         (("endless", "--method", "window", "--ratio", "5"), "--ratio 5: window does not compress; leave it out"),
-        (("squad", "--length", "8"), "--length 8: has no effect in squad"),
+        (("summarization", "--length", "8"), "--length 8: has no effect in summarization"),
         (("endless", "--segment", "8"), "--segment 8: has no effect in endless"),
         (("endless", "--states", "8", "--states", "10"), "--states 10: endless takes one number of states"),
         (("perplexity", "--examples", "1"), "--examples 1: has no effect in perplexity"),

@@ -146,6 +146,33 @@ def test_three_answers_of_four_are_right() -> None:
     assert (found["states each"], found["tokens each"], found["bytes each"], found["ratio"]) == (2, 8, 16, 4)
 
 
+def test_a_question_is_asked_of_its_paragraph_among_others_of_the_data(dodo: Dodo, tmp_path: Path) -> None:
+    paragraphs = [f"Paragraph {i} is of " + " and of ".join(f"{i}{j}" for j in range(4 + i % 5)) for i in range(40)]
+    records = [
+        {"context": text, "question": f"{k}?", "answers": ["a"], "id": f"{text[:12]}/{k}"} for text in paragraphs for k in "AB"
+    ]
+    source = tmp_path / "squad.jsonl"
+    source.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    alone = Squad().items([str(source)], dodo.tokenizer, 9, 3)
+    items = Squad([300, 600]).items([str(source)], dodo.tokenizer, 9, 3)
+    assert [item.group for item in items] == ["300 tokens"] * 9 + ["600 tokens"] * 9
+    places = []
+    for item, of_data in zip(items, alone * 2, strict=True):
+        length = int(item.group.split()[0])
+        parts = item.document.split("\n\n")
+        assert parts.count(of_data.document) == 1
+        assert len(set(parts)) == len(parts) > 3
+        assert set(parts) <= set(paragraphs)
+        assert 0.75 * length <= len(dodo.tokenizer(item.document, add_special_tokens=False)["input_ids"]) <= length
+        assert (item.question, item.answers) == (of_data.question, of_data.answers)
+        places.append(parts.index(of_data.document))
+    assert len(set(places)) > 3
+    assert items == Squad([300, 600]).items([str(source)], dodo.tokenizer, 9, 3)
+    for length, message in ((20, "no context fits in 20 tokens"), (9000, "do not make up 9,000 tokens")):
+        with pytest.raises(InputError, match=message):
+            Squad([length]).items([str(source)], dodo.tokenizer, 9, 3)
+
+
 @pytest.mark.parametrize("task", [Autoencoding(), Multilingual()])
 def test_rebuilt_texts_have_the_bleu_of_a_count_by_hand(task: Task) -> None:
     """See test_scoring for 57.893. Of the group's four numbers and names two and one came back."""

@@ -76,7 +76,8 @@ Examples:
     type=click.IntRange(min=1),
     multiple=True,
     metavar="N",
-    help="Tokens of each text; repeatable. [default: 64 to 512; 512 to 8000 in efficiency]",
+    help="Tokens of each text; repeatable. In squad the paragraph and others of the data around it. "
+    "[default: 64 to 512; 512 to 8000 in efficiency; the paragraph alone]",
 )
 @click.option(
     "--states",
@@ -221,6 +222,7 @@ def _check(
     }
     of_task = {"perplexity": ("--states", "--whole", "--segment"), "endless": ("--states", "--whole")}
     of_task |= {"autoencoding": ("--length", "--examples"), "delimiters": ("--length",), "efficiency": ("--length",)}
+    of_task |= {"squad": ("--length", "--examples")}
     for flag, values in given.items():
         for value in values if flag not in of_task.get(task, ("--examples",)) else ():
             raise click.UsageError(f"{flag} {value}: has no effect in {task}; leave it out")

@@ -5,7 +5,8 @@ A task goes through its items in batches and can be stopped between them: what i
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +191,17 @@ class Delimiters(Autoencoding):
 
 
 class Squad(Task):
-    """Answer questions on paragraphs, up to 64 greedy tokens; right if an answer is contained. Table 3, Appendix E."""
+    """Answer questions on paragraphs, up to 64 greedy tokens; right if an answer is contained. Table 3, Appendix E.
+
+    Args:
+        lengths: beyond the paper, each paragraph stands at random among others of the data, as many as make up so many tokens.
+    """
 
     name = "squad"
     use: Use = "questions"
+
+    def __init__(self, lengths: Sequence[int] = ()) -> None:
+        self.lengths = tuple(lengths)
 
     def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
         found: list[Item] = []
@@ -210,7 +218,11 @@ class Squad(Task):
             key = str(record.get("id") or i)
             found.append(Item(key, record["context"], "all", record["question"], answers))
         order = np.random.default_rng(seed).permutation(len(found))
-        return [found[i] for i in order[: limit or len(order)]]
+        drawn = [found[i] for i in order]
+        if self.lengths:
+            among = Among([item.document for item in found], tokenizer)
+            return [item for length in self.lengths for item in among.fitting(drawn, length, limit, seed)]
+        return drawn[:limit]
 
     def run(self, method: Method, batch: Sequence[Item]) -> list[dict[str, Any]]:
         held = method.read([item.document for item in batch])
@@ -272,10 +284,68 @@ class Summarization(Task):
         return {group: [round(made[item.key]["rougeL"], 2) for item in mine] for group, mine in _grouped(items, made)}
 
 
-OF_LENGTHS: dict[str, type[Autoencoding]] = {task.name: task for task in (Autoencoding, Delimiters)}
-"""Tasks on texts of given lengths."""
+class Among:
+    """Paragraphs put among others of the same data.
 
-TASKS: dict[str, type[Task]] = {**OF_LENGTHS, **{task.name: task for task in (Multilingual, Squad, Summarization)}}
+    Args:
+        paragraphs: of the data; one that stands there several times counts once.
+        tokenizer: by which their tokens are counted.
+    """
+
+    MARGIN = 0.05
+    """A document may lack this share of its tokens, or more where no other paragraph is so short."""
+
+    def __init__(self, paragraphs: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+        self._all, self._tokenizer = list(dict.fromkeys(paragraphs)), tokenizer
+        self._counts: dict[str, int] = {}
+
+    def fitting(self, items: Sequence[Item], length: int, limit: int | None, seed: int) -> list[Item]:
+        """The first `limit` of the items whose documents fit in so many tokens, with others around them.
+
+        Raises:
+            InputError: none fits, or all others are too few.
+        """
+        fit = list(islice((item for item in items if self._tokens(item.document) <= length), limit))
+        if not fit:
+            raise InputError(f"no context fits in {length} tokens; leave that --length out")
+        return [
+            replace(
+                item,
+                key=f"{length}/{item.key}",
+                document=self._document(item.document, length, (seed, length, i)),
+                group=f"{length:,} tokens",
+            )
+            for i, item in enumerate(fit)
+        ]
+
+    def _document(self, paragraph: str, length: int, seed: tuple[int, ...]) -> str:
+        rng = np.random.default_rng(seed)
+        others, room, skipped = [], length - self._tokens(paragraph), False
+        for other in (self._all[i] for i in rng.permutation(len(self._all))):
+            if other == paragraph or room <= self.MARGIN * length:
+                continue
+            if self._tokens(other) <= room:
+                others.append(other)
+                room -= self._tokens(other)
+            else:
+                skipped = True
+        if room > self.MARGIN * length and not skipped:
+            raise InputError(f"the contexts of the data do not make up {length:,} tokens; leave that --length out")
+        others.insert(int(rng.integers(len(others) + 1)), paragraph)
+        return "\n\n".join(others)
+
+    def _tokens(self, paragraph: str) -> int:
+        """Of a paragraph and what parts it from the next one."""
+        if paragraph not in self._counts:
+            ids = self._tokenizer(f"{paragraph}\n\n", add_special_tokens=False, split_special_tokens=True, verbose=False)
+            self._counts[paragraph] = len(ids["input_ids"])
+        return self._counts[paragraph]
+
+
+OF_LENGTHS: dict[str, type[Any]] = {task.name: task for task in (Autoencoding, Delimiters, Squad)}
+"""Tasks on texts of lengths that can be given."""
+
+TASKS: dict[str, type[Task]] = {**OF_LENGTHS, **{task.name: task for task in (Multilingual, Summarization)}}
 
 
 def windows(
