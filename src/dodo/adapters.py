@@ -92,6 +92,8 @@ class Adapters:
             self.peft: PeftModel = get_peft_model(base, _lora_config(base, encoder), adapter_name=PHI)
             self.peft.add_adapter(THETA, _lora_config(base, decoder))
         self._layers: list[Any] = [module for module in base.modules() if isinstance(module, LoraLayer)]
+        self._linears: list[Any] = [layer.get_base_layer() for layer in self._layers]
+        self._matrices: dict[AdapterName, list[Any]] = {PHI: self._matrices_of(PHI), THETA: self._matrices_of(THETA)}
         self._merged: dict[str, tuple[list[Any], list[Tensor]]] = {}
         self._inside: AdapterName | None = None  # whose weights the base has now
         self.current: AdapterName | None = None
@@ -111,6 +113,15 @@ class Adapters:
             (key, parameter)
             for key, parameter in self.base.named_parameters()
             if ".lora_" in key and any(f".{adapter}." in key for adapter in wanted)
+        ]
+
+    def _matrices_of(self, name: AdapterName) -> list[Any]:
+        return [
+            matrix
+            for layer in self._layers
+            for both in (layer.lora_A, layer.lora_B)
+            for key, matrix in both.items()
+            if key == name
         ]
 
     def base_weights(self) -> dict[str, Tensor]:
@@ -147,6 +158,9 @@ class Adapters:
     def _switched(self, name: AdapterName | None, kept: Tensor | None = None) -> Iterator[None]:
         """Without the lock: a backward pass runs layers again in a thread of its own, while the one that holds it waits."""
         before = self.current, self._kept
+        if name == before[0] and kept is before[1]:  # streams come here for each token, and there are hundreds of layers
+            yield
+            return
         self._switch(name, kept)
         try:
             yield
@@ -187,55 +201,47 @@ class Adapters:
                     raise InputError(f"{name} can't be merged within {self._inside}: leave that context first")
                 yield
                 return
-            if torch.is_grad_enabled() or not self._mergeable(name):
+            weights = None if torch.is_grad_enabled() else self._merged_weights(name)
+            if weights is None:
                 with self.use(name):
                     yield
                 return
-            weights = self._merged_weights(name)
-            originals = [layer.get_base_layer().weight.data for layer in self._layers]
+            originals = [linear.weight.data for linear in self._linears]
             with self.use(None):
                 try:
-                    for layer, weight in zip(self._layers, weights, strict=True):
-                        layer.get_base_layer().weight.data = weight
+                    for linear, weight in zip(self._linears, weights, strict=True):
+                        linear.weight.data = weight
                     self._inside = name
                     yield
                 finally:
                     self._inside = None
-                    for layer, weight in zip(self._layers, originals, strict=True):
-                        layer.get_base_layer().weight.data = weight
+                    for linear, weight in zip(self._linears, originals, strict=True):
+                        linear.weight.data = weight
 
     def forget_merged(self) -> None:
         """Free the copies that `merged` keeps."""
         self._merged.clear()
 
-    def _merged_weights(self, name: AdapterName) -> list[Tensor]:
-        made_from = [layer.get_base_layer().weight for layer in self._layers]
-        made_from += [
-            matrices[name].weight for layer in self._layers if name in layer.lora_A for matrices in (layer.lora_A, layer.lora_B)
-        ]
+    def _merged_weights(self, name: AdapterName) -> list[Tensor] | None:
+        """Those kept from before, or new ones where what they were made of has changed; None if there can be none."""
+        if not all(type(linear) is torch.nn.Linear for linear in self._linears):
+            return None  # its weights may have scales of their own
+        weights = [linear.weight for linear in self._linears]
+        if any(weight.dtype not in _WHOLE or weight.is_meta or hasattr(weight, "device_mesh") for weight in weights):
+            return None  # the last are split over the processes of a run
+        made_from = weights + [matrix.weight for matrix in self._matrices[name]]
         state = [(weight._version, weight.data_ptr(), weight.dtype, weight.device) for weight in made_from]
-        if self._merged.get(name, (None,))[0] != state:
-            self._merged.pop(name, None)
-            weights = []
-            for layer in self._layers:
-                weight = layer.get_base_layer().weight.data
-                if name in layer.lora_A:
-                    weight = (weight.float() + layer.get_delta_weight(name).float()).to(weight.dtype)
-                weights.append(weight)
-            self._merged[name] = (state, weights)
+        if name in self._merged and self._merged[name][0] == state:
+            return self._merged[name][1]
+        size = sum(weight.numel() * weight.element_size() for weight in weights)
+        if self._merged.pop(name, None) is None and _free_bytes(weights[0].device) <= 1.5 * size:
+            return None
+        pairs = zip(self._layers, weights, strict=True)
+        self._merged[name] = state, [self._with_update(layer, weight.data, name) for layer, weight in pairs]
         return self._merged[name][1]
 
-    def _mergeable(self, name: AdapterName) -> bool:
-        if not all(type(layer.get_base_layer()) is torch.nn.Linear for layer in self._layers):
-            return False  # its weights may have scales of their own
-        weights = [layer.get_base_layer().weight for layer in self._layers]
-        if any(weight.dtype not in _WHOLE or weight.device.type == "meta" for weight in weights):
-            return False
-        if any(hasattr(weight, "device_mesh") for weight in weights):  # split over the processes of a run
-            return False
-        if name in self._merged:
-            return True
-        return _free_bytes(weights[0].device) > 1.5 * sum(weight.numel() * weight.element_size() for weight in weights)
+    def _with_update(self, layer: Any, weight: Tensor, name: AdapterName) -> Tensor:
+        return (weight.float() + layer.get_delta_weight(name).float()).to(weight.dtype) if name in layer.lora_A else weight
 
     # -- training
 
@@ -292,6 +298,7 @@ class Adapters:
             missing = [key for key in getattr(result, "missing_keys", []) if f".{name}." in key]
             if missing:
                 raise InputError(f"{folder / name} lacks {len(missing)} weights, the first of them {missing[0]}")
+        self._matrices = {PHI: self._matrices_of(PHI), THETA: self._matrices_of(THETA)}
         self._switch(self.current)
         for parameter in self.parameters():
             parameter.requires_grad_(True)
@@ -356,8 +363,9 @@ def _lora_config(base: PreTrainedModel, settings: LoraSettings) -> LoraConfig:
 
 
 def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "cuda":  # what PyTorch holds and does not use is free too
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
     import psutil
 
     return int(psutil.virtual_memory().available)
