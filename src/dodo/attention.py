@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from dodo.architecture import backbone, layer_windows
+from dodo.architecture import backbone, key_shape, layer_windows
 from dodo.errors import UnsupportedModelError
 from dodo.rotary import Rotary
 from dodo.selection import gather_tokens
@@ -32,6 +32,7 @@ __all__ = [
     "cache_argument",
     "check_gradient_backend",
     "retain",
+    "roomy_cache",
     "turn",
     "windows_by_position",
 ]
@@ -94,6 +95,13 @@ class RoomyLayer(DynamicLayer):
         view = room[:, :, :end]
         self._rooms[i], self._views[i] = room, view
         return view
+
+
+def roomy_cache(model: PreTrainedModel) -> DynamicCache:
+    """An empty cache of `RoomyLayer`s."""
+    cache = DynamicCache()
+    cache.layers = [RoomyLayer() for _ in range(key_shape(model.config)[0])]
+    return cache
 
 
 class NuggetCache(DynamicCache):
@@ -189,17 +197,17 @@ class _OnePassLayer(DynamicLayer):
         return torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
 
 
-def retain(cache: Cache, indices: Tensor) -> None:
+def retain(cache: Cache, which: Tensor | slice) -> None:
     """Keep some of the keys and values that a cache holds, and drop the others.
 
     Args:
         cache: changed in every layer.
-        indices: int64 [S'], of S.
+        which: int64 [S'], of S; or a slice, which copies nothing before the next tokens come.
     """
     layers: list[Any] = cache.layers
     for layer in layers:
-        here = indices.to(layer.keys.device)
-        layer.keys, layer.values = layer.keys.index_select(2, here), layer.values.index_select(2, here)
+        here = which if isinstance(which, slice) else which.to(layer.keys.device)
+        layer.keys, layer.values = layer.keys[:, :, here], layer.values[:, :, here]
 
 
 def turn(cache: Cache, delta: Tensor, rotary: Rotary) -> None:
@@ -246,8 +254,8 @@ def attention_masks(
     if (backend := str(model.config._attn_implementation)) not in ("sdpa", "eager"):
         raise UnsupportedModelError(f"attention backend {backend!r} takes no masks by position; take attn_implementation='sdpa'")
     dtype = model.dtype
-    distance = query_positions[:, :, None] - key_positions[:, None, :]  # [B, Q, S]
-    causal = (distance >= 0) & (key_mask[:, None, :] if key_mask.ndim == 2 else key_mask)
+    queries, keys = query_positions[:, :, None], key_positions[:, None, :]
+    causal = (keys <= queries) & (key_mask[:, None, :] if key_mask.ndim == 2 else key_mask)  # [B, Q, S]
     bias = None
     if scores is not None:
         term = straight_through(scores).to(dtype)[:, None, None, :]
@@ -256,7 +264,7 @@ def attention_masks(
         bias = torch.nn.functional.pad(term, (0, key_positions.shape[1] - scores.shape[1]))
 
     def additive(window: int | None) -> Tensor:
-        allowed = causal if window is None else causal & (distance < window)
+        allowed = causal if window is None else causal & (keys > queries - window)
         allowed = allowed | ~allowed.any(-1, keepdim=True)
         mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         mask = mask.masked_fill(~allowed, torch.finfo(dtype).min)[:, None]

@@ -296,7 +296,9 @@ class FeatureStream:
         Returns:
             [B, T, d], in the base's dtype, without gradient.
         """
-        most = self._lm.compressor.window - self._lm.feature_window
+        most = min(
+            2 * self._lm.feature_window, self._lm.compressor.window - self._lm.feature_window
+        )  # masks grow with its square
         with self._lm.compressor.adapters.use(None):
             return torch.cat([self._piece(piece) for piece in input_ids.split(most, dim=1)], dim=1)
 
@@ -318,7 +320,7 @@ class FeatureStream:
     def _forget(self) -> None:
         too_many = self.states - (self._lm.feature_window - 1)
         if too_many > 0:
-            retain(self._cache, torch.arange(too_many, self.states))
+            retain(self._cache, slice(too_many, None))
 
     def _turn_back(self, delta: int) -> None:
         turn(self._cache, torch.full((self.states,), -delta), self._lm.compressor.rotary)
@@ -332,7 +334,7 @@ def held_bytes(cache: DynamicCache) -> int:
 
 
 def _feature_masks(lm: Autoregressive, queries: Tensor, keys: Tensor, real: Tensor) -> Any:
-    near = queries[:, :, None] - keys[:, None, :] < lm.feature_window
+    near = keys[:, None, :] > queries[:, :, None] - lm.feature_window
     return attention_masks(lm.compressor.base, query_positions=queries, key_positions=keys, key_mask=near & real[:, None, :])
 
 

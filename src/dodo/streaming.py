@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig
+from transformers import Cache, GenerationConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dodo.adapters import PHI, THETA
 from dodo.architecture import device_of, layer_windows
-from dodo.attention import attention_masks, cache_argument, retain, turn
+from dodo.attention import attention_masks, cache_argument, retain, roomy_cache, turn
 from dodo.autoregressive import Autoregressive, FeatureStream, held_bytes
 from dodo.errors import InputError
 from dodo.generation import generated, generation_settings, until_end
@@ -58,7 +58,7 @@ class StreamingCache(Cache):
     """
 
     def __init__(self, lm: Autoregressive) -> None:
-        self.states = DynamicCache()
+        self.states = roomy_cache(lm.compressor.base)
         super().__init__(layers=self.states.layers)  # one list, so that both grow
         device = device_of(lm.compressor.base)
         self.lm = lm
@@ -202,8 +202,9 @@ def _read(cache: StreamingCache, input_ids: Tensor, logits_to_keep: int, forward
     lm, base = cache.lm, cache.lm.compressor.base
     kept = (lm.compressor.scorer(cache.features(input_ids)) > cache.threshold)[0]
     first = int(cache.tokens == 0 and lm.keep_first)
-    cache.chosen += int(kept[first:].sum())
-    kept[:first] = True
+    flags = kept.tolist()  # the one thing that waits for the device
+    cache.chosen += sum(flags[first:])
+    kept[:first], flags[:first] = True, [True] * first
     positions = torch.arange(cache.next_position, cache.next_position + len(kept), device=kept.device)
     inputs: dict[str, Any] = {
         cache_argument(base): cache.states,
@@ -216,17 +217,17 @@ def _read(cache: StreamingCache, input_ids: Tensor, logits_to_keep: int, forward
         inputs["attention_mask"] = attention_masks(
             base, query_positions=positions[None], key_positions=keys, key_mask=torch.ones_like(keys, dtype=torch.bool)
         )
-    with _adapters_of(lm, kept):
+    with _adapters_of(lm, kept, flags):
         logits: Tensor = forward(input_ids=input_ids, **inputs).logits
     cache.note(kept)
     return logits
 
 
-def _adapters_of(lm: Autoregressive, kept: Tensor) -> AbstractContextManager[None]:
-    """Merged copies where all tokens have one adapter, as single ones do."""
-    if bool(kept.all()):
+def _adapters_of(lm: Autoregressive, kept: Tensor, flags: list[bool]) -> AbstractContextManager[None]:
+    """Merged copies where all tokens have one adapter, as single ones do. `flags` says the same as `kept`."""
+    if all(flags):
         return lm.compressor.adapters.merged(PHI)
-    if not bool(kept.any()):
+    if not any(flags):
         return lm.compressor.adapters.merged(THETA)
     return lm.compressor.adapters.mixed(kept[None])
 
@@ -264,7 +265,7 @@ def _streamed(lm: Autoregressive, plain: Callable[..., Any]) -> Callable[..., An
         input_ids, mask = kwargs.get("input_ids", args[0] if args else None), kwargs.get("attention_mask")
         if input_ids is None:
             raise InputError("a stream reads token ids, not embeddings")
-        if mask is not None and not bool(mask[:, -input_ids.shape[-1] :].all()):
+        if mask is not None and input_ids.shape[-1] > 1 and not bool(mask[:, -input_ids.shape[-1] :].all()):
             raise InputError("a stream holds one text, without padding")
         logits = _feed(cache, input_ids, int(kwargs.get("logits_to_keep") or 0), plain)
         output: Any = CausalLMOutputWithPast
