@@ -457,6 +457,12 @@ def test_thresholds_are_estimated_from_texts_used_by_ratio_and_saved_with_the_ad
     assert other.thresholds is None
 
 
+def test_thresholds_say_how_far_their_features_look_back_not_what_was_asked() -> None:
+    dodo = _dodo()
+    half = dodo.compressor.window // 2
+    assert dodo.estimate_thresholds(TEXTS, feature_window=10 * half).feature_window == half
+
+
 def test_a_ratio_far_from_what_was_trained_is_used_with_a_warning() -> None:
     dodo = _dodo()
     dodo.compressor.config = dataclasses.replace(dodo.config, trained_ratios=(2.0, 6.0))

@@ -477,7 +477,7 @@ class Dodo:
         Args:
             texts: or their token ids: some ten thousand tokens of the kind that is to be read; to be estimated again when the
                 scorer has changed.
-            feature_window: tokens that each layer below the scorer looks back on.
+            feature_window: tokens that each layer below the scorer looks back on; half the base's window at most.
 
         Returns:
             The table, which is also kept as `thresholds` and saved with the adapters.
@@ -487,7 +487,7 @@ class Dodo:
         """
         lm = Autoregressive(self.compressor, threshold=-math.inf, window=1, segment=1, feature_window=feature_window)
         scores = lm.sampled_scores(self.document_ids(text) if isinstance(text, str) else text for text in texts)
-        self.thresholds = Thresholds.estimate(scores, feature_window=feature_window)
+        self.thresholds = Thresholds.estimate(scores, feature_window=lm.feature_window)
         return self.thresholds
 
     def autoregressive(

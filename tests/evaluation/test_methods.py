@@ -57,6 +57,14 @@ def test_the_whole_text_is_read_as_one_turn_by_the_base(dodo):
         assert dodo.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True) == answer
 
 
+@pytest.mark.parametrize("name", ["full", "theta", "truncate", "lmsumm"])
+def test_baselines_are_greedy_whatever_penalties_the_base_has(dodo, monkeypatch, name):
+    method = make_method(name, dodo, 4.0)
+    before = method.reply(method.read(DOCUMENTS), REQUESTS, max_new_tokens=12)
+    monkeypatch.setattr(dodo.compressor.base.generation_config, "repetition_penalty", 5.0)
+    assert method.reply(method.read(DOCUMENTS), REQUESTS, max_new_tokens=12) == before
+
+
 def test_a_fine_tuned_base_reads_all_of_the_text_with_theta_and_then_the_prompt(tmp_path):
     dodo = Dodo.from_pretrained(save_model(tmp_path / "base"))
     stir(dodo.compressor, scale=0.3)

@@ -26,6 +26,7 @@ from dodo.evaluation.methods import Compressed, Held
 from dodo.evaluation.peak import forget_peak, peak
 from dodo.evaluation.peers import Peer
 from dodo.evaluation.tasks import Item, Task
+from dodo.generation import generated, generation_settings
 from dodo.model import Dodo
 
 __all__ = ["LENGTHS", "Efficiency", "break_even", "break_even_length"]
@@ -92,9 +93,11 @@ class Efficiency(Task):
                 return base(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_argument(base): DynamicCache()})
 
         def write(new: int, cache: Any = None) -> None:
-            inputs = {} if cache is None else {cache_argument(base): copy.deepcopy(cache)}
+            inputs = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
+            inputs |= {} if cache is None else {cache_argument(base): copy.deepcopy(cache)}
+            settings, rest = generation_settings(dodo.compressor, new, 0, {"min_new_tokens": new})
             with dodo.compressor.adapters.use(None):
-                base.generate(input_ids=whole, attention_mask=torch.ones_like(whole), pad_token_id=0, **_exactly(new), **inputs)
+                generated(base, inputs, settings, rest)
 
         way.forget_peak()
         way.encode()
@@ -161,7 +164,7 @@ class _ByDodo:
         self.held = Held(nuggets.states.tolist(), [len(self._ids)], nuggets, [nuggets.nbytes])
 
     def ask(self, new: int) -> None:
-        self.dodo.generate_ids(self.held.what, [self._asked], **_exactly(new))
+        self.dodo.generate_ids(self.held.what, [self._asked], max_new_tokens=new, min_new_tokens=new)
 
     def forget_peak(self) -> None:
         forget_peak(self.dodo.device)
@@ -219,10 +222,6 @@ def break_even_length(sooner: dict[int, bool]) -> int | None:
     lengths = sorted(sooner)
     later = [length for length in lengths if not sooner[length]]
     return next((length for length in lengths if not later or length > later[-1]), None)
-
-
-def _exactly(new: int) -> dict[str, Any]:
-    return {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
 
 
 def _in_turn(tasks: dict[str, Callable[[], Any]], device: torch.device) -> tuple[dict[str, float], int]:

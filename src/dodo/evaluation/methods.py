@@ -20,7 +20,7 @@ from dodo.adapters import THETA, AdapterName
 from dodo.architecture import logits_of, state_bytes
 from dodo.config import Use
 from dodo.errors import InputError, WindowError
-from dodo.generation import pad_rows
+from dodo.generation import generated, generation_settings, pad_rows, until_end
 from dodo.icae import Icae
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
@@ -286,18 +286,14 @@ class Whole:
             raise WindowError(f"{self.name} needs {needed:,} positions for text and answer, but the base's window has {window:,}")
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         ids, mask = pad_rows(rows, pad, left=True, device=dodo.device)
-        base: Any = dodo.compressor.base
+        asked = {"min_new_tokens": max_new_tokens} if exactly else {}
+        ends = {"eos_token_id": dodo.answer_ends} if dodo.answer_ends else {}
+        settings, rest = generation_settings(dodo.compressor, max_new_tokens, pad, asked | ends)
         adapters = dodo.compressor.adapters
         with adapters.merged(adapter) if adapter else adapters.use(None):
-            made = base.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                max_new_tokens=max_new_tokens,
-                min_new_tokens=max_new_tokens if exactly else None,
-                do_sample=False,
-                pad_token_id=pad,
-            )
-        return [str(tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True)) for row in made]
+            made = generated(dodo.compressor.base, {"input_ids": ids, "attention_mask": mask}, settings, rest)
+        new = [until_end(row, settings.eos_token_id) for row in made[:, ids.shape[1] :].tolist()]
+        return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in new]
 
     def rebuild(self, held: Held) -> list[str]:
         raise InputError(f"method {self.name!r} can't rebuild a document: it has no trained way to ask for it")
