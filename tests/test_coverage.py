@@ -122,6 +122,28 @@ def test_long_rows_are_worth_about_as_much_at_a_price(monkeypatch: pytest.Monkey
     assert best * 0.99 <= _worth(costs, tuple(priced), 7.3) <= best + 1e-9
 
 
+@pytest.mark.parametrize(("prefer", "closely"), [(prefer_covering, 0.01), (prefer_runs, 0.02)])
+def test_long_rows_cut_into_blocks_lose_about_as_little_as_whole_ones(
+    prefer: Callable[..., torch.Tensor], closely: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, k = torch.tensor([2900, 350, 800]), torch.tensor([290, 70, 40])
+    scores = 2 * torch.randn(3, 3000, generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(3000) >= 7) & (torch.arange(3000) < 7 + n[:, None])
+    monkeypatch.setattr(coverage, "EXACTLY", 400)
+    monkeypatch.setattr(coverage, "BLOCK", 10_000)
+    whole = _chosen(prefer, scores, k, mask, 7.3)
+    monkeypatch.setattr(coverage, "BLOCK", 500)
+    cut = _chosen(prefer, scores, k, mask, 7.3)
+    assert cut[1] == whole[1]  # too short to be cut
+    assert cut[0] != whole[0]
+    for row, (one, other) in enumerate(zip(cut, whole, strict=True)):
+        assert len(one) == len(other) == k[row]
+        costs = (scores[row, 7 : 7 + n[row]].double() / 2).exp()
+        worth = _lost if prefer is prefer_covering else _worth
+        values = [worth(costs, tuple(place - 7 for place in places), 7.3) for places in (one, other)]  # type: ignore[operator]
+        assert values[0] == pytest.approx(values[1], rel=closely)
+
+
 def test_few_nuggets_of_a_long_text_are_spread_by_density(pair: Callable[..., Pair]) -> None:
     """Where gaps are long, looking for the best places would take memory by their length."""
     compressor = pair("llama", selection="coverage", runs=True).compressor

@@ -7,6 +7,8 @@ word. Both by dynamic programming over the gaps between nuggets: pure functions 
 Shapes: B rows, N tokens of a row, W longest gap.
 """
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ DEAREST = 100.0
 """Nats that a lost token costs at most, beside runs."""
 EXACTLY = 2048
 """Tokens of the longest rows for which just k nuggets are sought; of longer ones, as many as a price buys."""
+BLOCK = 1024
+"""Longer rows are cut into blocks of about so many tokens, which each end with a nugget: then all of them take a step at once."""
 
 
 def prefer_covering(scores: Tensor, k: Tensor, mask: Tensor, *, reach: float) -> Tensor:
@@ -177,22 +181,37 @@ def _at_a_price(stretches: np.ndarray, dearest: np.ndarray, n: np.ndarray, k: np
         dearest: [B], more than any nugget is worth.
     """
     rows = np.arange(len(n))
+    row_of, begin, size, cut = _blocks(stretches, n)
     high = dearest + 1
     low = high * 1e-9
     for _ in range(ROUNDS):
         prices = low[:, None] * (high / low)[:, None] ** np.linspace(0, 1, PRICES)
-        counts, gaps = _bought(stretches, prices)
-        bought = counts[rows, :, n - 1]  # [B, P], ever fewer
+        counts, gaps = _bought(cut, prices[row_of])
+        bought = np.zeros(prices.shape, dtype=int)  # ever fewer
+        np.add.at(bought, row_of, counts[np.arange(len(size)), :, size - 1])
         enough = np.clip((bought > k[:, None]).sum(-1), 1, PRICES - 1)  # the first price that buys k or fewer
         low, high = prices[rows, enough - 1], prices[rows, enough]
-    found = []
-    for row, count in enumerate(n):
-        places, at = [], int(count) - 1
+    found: list[list[int]] = [[] for _ in n]
+    for block in reversed(range(len(size))):
+        row, at = row_of[block], int(size[block]) - 1
         while at >= 0:
-            places.append(at)
-            at -= int(gaps[row, enough[row], at])
-        found.append(np.array(places[::-1]))
-    return found
+            found[row].append(at + int(begin[block]))
+            at -= int(gaps[block, enough[row], at])
+    return [np.array(places[::-1]) for places in found]
+
+
+def _blocks(stretches: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Rows as blocks of much the same size: the row of each, [C]; where in it each begins, and its tokens, [C]; and their
+    stretches, [C, N', W]."""
+    edges = [np.linspace(0, count, math.ceil(count / BLOCK) + 1 if count > EXACTLY else 2).astype(int) for count in n]
+    row_of = np.repeat(np.arange(len(n)), [len(edge) - 1 for edge in edges])
+    begin, size = np.concatenate([edge[:-1] for edge in edges]), np.concatenate([np.diff(edge) for edge in edges])
+    if len(size) == len(n):
+        return row_of, begin, size, stretches
+    cut = np.zeros((len(size), int(size.max()), stretches.shape[2]))
+    for block, (row, first, count) in enumerate(zip(row_of, begin, size, strict=True)):
+        cut[block, :count] = stretches[row, first : first + count]
+    return row_of, begin, size, cut
 
 
 def _bought(stretches: np.ndarray, prices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
