@@ -10,7 +10,7 @@ import torch
 
 from dodo.errors import InputError
 from dodo.evaluation import efficiency
-from dodo.evaluation.efficiency import Efficiency
+from dodo.evaluation.efficiency import Efficiency, break_even_length
 from dodo.evaluation.methods import make_method, states_of
 from dodo.model import Dodo
 from tests.cli.tiny import TEXT, save_model
@@ -92,3 +92,16 @@ def test_a_long_round_counts_itself_and_is_the_only_one(monkeypatch: pytest.Monk
 
     assert measured(40.0, 19.0, 1.0, 2.0, 3.0, 4.0, 2.0, 9.0) == ({"a": 2.0, "b": 4.0}, 3)
     assert measured(40.0, 21.0) == ({"a": 40.0, "b": 21.0}, 1)
+
+
+@pytest.mark.parametrize(
+    ("sooner", "length"),
+    [
+        ({512: False, 2048: True, 8000: True}, 2048),
+        ({512: True, 2048: False, 8000: True}, 8000),
+        ({512: True, 2048: True}, 512),
+        ({512: True, 2048: False}, None),
+    ],
+)
+def test_a_way_is_sooner_from_a_length_on_if_it_is_so_at_all_longer_ones(sooner: dict[int, bool], length: int | None) -> None:
+    assert break_even_length(sooner) == length

@@ -59,6 +59,16 @@ def test_rows_are_the_records_in_order_and_the_papers_stand_below(results: Path,
     assert "benchmark" not in text
 
 
+def test_a_commit_with_changes_is_marked(tmp_path: Path) -> None:
+    for name, commit in (("clean", "abcdef012345"), ("changed", "fedcba012345+changes")):
+        put(tmp_path, name, "squad", name, None, {"all": {"n": 1, "accuracy": 0.5}}, commit=commit)
+    write_report(read_results(tmp_path), tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    assert "| abcdef0 |" in text
+    assert "| fedcba0+ |" in text
+    assert "A commit with + had changes" in text
+
+
 def test_adapters_are_told_of_methods_that_use_them_alone(tmp_path: Path) -> None:
     values = {"64 states": {"n": 8, "subword perplexity": 9.5, "word perplexity": 20.5, "states each": 65.0}}
     for method in ("full", "theta"):

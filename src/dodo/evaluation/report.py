@@ -259,6 +259,8 @@ def write_report(
         harness: see `read_harness`.
     """
     lines = ["# Results", "", "Written by `dodo report` out of the records of `dodo evaluate`. ± is one standard error.", ""]
+    if any(_commit_of(record).endswith("+") for records in results.values() for record in records):
+        lines[2] += " A commit with + had changes that were not committed."
     for task, records in results.items():
         section = SECTIONS[task]
         lines += [f"## {section.title}", "", *_table(section, records), ""]
@@ -297,6 +299,11 @@ def _of_harness(found: dict[str, Record] | None) -> list[str]:
     return ["## lm-evaluation-harness", "", *_rows(head, rows), "", "Dodo as its model; beyond the paper.", ""]
 
 
+def _commit_of(record: Record) -> str:
+    commit = str(record["commit"])
+    return commit[:7] + "+" * commit.endswith("+changes")
+
+
 def _table(section: Section, records: Sequence[Record]) -> list[str]:
     rows = []
     for record in records:
@@ -312,7 +319,7 @@ def _table(section: Section, records: Sequence[Record]) -> list[str]:
             held = "" if states is None else f"{states:.1f}"
             base = " ".join(filter(None, (settings["base"], settings.get("dtype"))))
             machine = [_machine_of(record)] if section.machine else []
-            rows.append((*where, group, str(count), held, *shown, base, made_with, *machine, str(record["commit"])[:7]))
+            rows.append((*where, group, str(count), held, *shown, base, made_with, *machine, _commit_of(record)))
     last = (*(["machine"] if section.machine else []), "commit")
     return _rows(("method", "ratio", "data", "group", "n", "states", *section.columns, "base", "adapters", *last), rows)
 
