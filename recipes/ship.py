@@ -190,8 +190,8 @@ def _card(dodo: Dodo, parts: list[Part], records: list[dict], hardware: str) -> 
         "",
         "## Curve",
         "",
-        "Validation by the scorer's selection: loss in nats per token (teacher-forced) and BLEU of held-out texts; `question` is the loss "
-        "of answers to questions held back.",
+        "Validation by the scorer's selection: loss in nats per token (teacher-forced) and BLEU of held-out texts; `question` is "
+        "the loss of answers to questions held back.",
         "",
         *_curve(parts),
         "",
