@@ -14,8 +14,8 @@ import torch
 from tokenizers import decoders
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from dodo import Dodo
-from dodo.architecture import FAMILIES, check_supported
+from dodo import Dodo, architecture
+from dodo.architecture import FAMILIES, backbone, check_supported, token_nats
 from dodo.base import computes_in, load_base
 from dodo.errors import InputError, UnsupportedModelError
 from tests.conftest import COMMON, small_config, tiny_model
@@ -419,3 +419,16 @@ def test_a_model_in_memory_of_an_untested_family_is_refused_unless_it_is_asked_f
 def test_a_family_whose_keys_turn_in_another_way_is_refused_though_it_is_asked_for(family: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"'{family}' (can't hold nuggets|do not work)"):
         Dodo.from_model(_untested(family), byte_tokenizer(), small_config(), allow_untested=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_nats_of_tokens_are_those_of_the_bases_own_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 2 caps its logits; how many are made at once changes nothing."""
+    base: Any = tiny_model(family).eval()
+    ids = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        states = backbone(base)(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        wanted = -base(input_ids=ids).logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        for at_once in (512, 5):
+            monkeypatch.setattr(architecture, "AT_ONCE", at_once)
+            torch.testing.assert_close(token_nats(base, states, ids[:, 1:]), wanted, atol=1e-5, rtol=1e-5)

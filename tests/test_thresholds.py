@@ -21,10 +21,9 @@ TABLE = Thresholds.estimate(_scores(20_000), feature_window=512)
 
 def test_each_threshold_keeps_one_token_in_r() -> None:
     assert TABLE.ratios == RATIOS
-    for ratio, realised in TABLE.realised(_scores(20_000)).items():
-        assert realised == pytest.approx(ratio, rel=2e-3)  # n / r rounded
-    for ratio, realised in TABLE.realised(_scores(20_000, seed=1)).items():
-        assert realised == pytest.approx(ratio, rel=0.1)
+    for ratio in RATIOS:
+        assert realised_ratio(_scores(20_000), TABLE.at(ratio)) == pytest.approx(ratio, rel=2e-3)  # n / r rounded
+        assert realised_ratio(_scores(20_000, seed=1), TABLE.at(ratio)) == pytest.approx(ratio, rel=0.1)
 
 
 def test_between_its_entries_a_table_gives_ratios_between() -> None:
@@ -99,7 +98,8 @@ def test_of_equal_scores_all_are_kept_or_none_by_what_is_nearer_to_the_ratio() -
 
 
 def _estimated(scores: torch.Tensor) -> dict[float, float]:
-    return Thresholds.estimate(scores, feature_window=8).realised(scores)
+    table = Thresholds.estimate(scores, feature_window=8)
+    return {ratio: realised_ratio(scores, table.at(ratio)) for ratio in table.ratios}
 
 
 def test_it_is_frozen() -> None:

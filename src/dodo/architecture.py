@@ -29,11 +29,15 @@ __all__ = [
     "lora_targets",
     "rotary_of",
     "state_bytes",
+    "token_nats",
     "window_of",
 ]
 
 FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 """`config.model_type` of the families that the tests cover."""
+
+AT_ONCE = 512
+"""Tokens whose logits stand in memory at once."""
 
 _QKV = {"phi3": ("qkv_proj",)}
 _MLP_AND_OUTPUT = {"phi3": ("o_proj", "gate_up_proj", "down_proj")}
@@ -121,6 +125,21 @@ def logits_of(model: PreTrainedModel, states: Tensor) -> Tensor:
     logits: Tensor = model.get_output_embeddings()(states).float()
     cap = getattr(model.config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def token_nats(model: PreTrainedModel, states: Tensor, targets: Tensor) -> Tensor:
+    """-log p of tokens, a few at a time, for the logits of many take more memory than the states.
+
+    Args:
+        states: [..., d], what the language-model head reads.
+        targets: int64 [...].
+
+    Returns:
+        fp32 [...].
+    """
+    pairs = zip(states.reshape(-1, states.shape[-1]).split(AT_ONCE), targets.reshape(-1).split(AT_ONCE), strict=True)
+    nats = [torch.nn.functional.cross_entropy(logits_of(model, some), wanted, reduction="none") for some, wanted in pairs]
+    return torch.cat(nats).view(targets.shape)
 
 
 def copy_before_head(model: PreTrainedModel) -> None:

@@ -344,7 +344,6 @@ class Compressor(nn.Module):
         attention_mask: Tensor | None = None,
         *,
         soft_token: bool = False,
-        last_only: bool = False,
         states: bool = False,
     ) -> Tensor:
         """Logits of the tokens that follow `input_ids`, given nuggets. Paper: Eq. 12, 13; Eq. 18 when gradients are on.
@@ -354,12 +353,11 @@ class Compressor(nn.Module):
             input_ids: int64 [B, M].
             attention_mask: [B, M], 0 for padding on either side.
             soft_token: put the trained token that asks for reconstruction in front (autoencoding, Section 4).
-            last_only: the last position only.
             states: leave out the language-model head, and return the states that it would read (for losses that need not
                 keep all logits).
 
         Returns:
-            [B, M, V], or [B, M + 1, V] with the soft token, or [B, 1, V]; d in place of V for states; in the base's dtype.
+            [B, M, V], or [B, M + 1, V] with the soft token; d in place of V for states; in the base's dtype.
 
         Raises:
             UnsupportedModelError: gradients are on and the attention backend would drop the straight-through term.
@@ -405,8 +403,8 @@ class Compressor(nn.Module):
         with self.adapters.use(THETA):
             if states:
                 hidden: Tensor = backbone(self.base)(**inputs).last_hidden_state
-                return hidden[:, -1:] if last_only else hidden
-            logits: Tensor = self.base(**inputs, logits_to_keep=1 if last_only else 0).logits
+                return hidden
+            logits: Tensor = self.base(**inputs).logits
         return logits
 
 

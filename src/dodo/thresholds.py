@@ -111,14 +111,6 @@ class Thresholds:
         part = math.log(ratio / self.ratios[i - 1]) / math.log(self.ratios[i] / self.ratios[i - 1])
         return self.values[i - 1] + part * (self.values[i] - self.values[i - 1])
 
-    def realised(self, scores: Tensor) -> dict[float, float]:
-        """For each ratio of the table, the ratio that its threshold gives on these scores (of other texts).
-
-        Args:
-            scores: floating, any shape.
-        """
-        return {ratio: realised_ratio(scores, value) for ratio, value in zip(self.ratios, self.values, strict=True)}
-
     def to_json(self) -> str:
         """Indented JSON, with the version of its format."""
         return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dodo.adapters import THETA
-from dodo.architecture import backbone, logits_of
+from dodo.architecture import backbone, token_nats
 from dodo.autoregressive import Autoregressive
 from dodo.compressive import Compressive
 from dodo.errors import InputError
@@ -228,5 +228,4 @@ def history_of(states: int, share: float, ratio: float) -> int:
 
 def _nats(dodo: Dodo, hidden: Tensor, targets: Tensor) -> Tensor:
     """fp32 [B, M], of hidden states [B, T, d] whose last M are those of the segment."""
-    logits = logits_of(dodo.compressor.base, hidden[:, -targets.shape[1] :])
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape).cpu()
+    return token_nats(dodo.compressor.base, hidden[:, -targets.shape[1] :], targets).cpu()

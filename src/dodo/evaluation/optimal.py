@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dodo.architecture import logits_of
+from dodo.architecture import token_nats
 from dodo.compressor import Compressor
 from dodo.data.reading import read_records, resolve, text_field
 from dodo.errors import InputError
@@ -132,12 +132,7 @@ def nats_of(compressor: Compressor, whole: Nuggets, choices: Tensor, behind: Ten
     """
     rows = behind.expand(len(choices), -1)
     states = compressor.decode(take(whole, choices), rows[:, :-1], states=True)[:, read - 1 :]
-    logits = logits_of(compressor.base, states)
-    return (
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, read:].flatten(), reduction="none")
-        .view(len(choices), -1)
-        .sum(-1)
-    )
+    return token_nats(compressor.base, states, rows[:, read:]).sum(-1)
 
 
 def take(whole: Nuggets, choices: Tensor) -> Nuggets:
