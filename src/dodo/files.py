@@ -2,9 +2,11 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["beside", "for_all_to_read"]
+__all__ = ["for_all_to_read", "replacing", "write_whole"]
 
 
 def for_all_to_read(path: str | Path) -> None:
@@ -14,7 +16,33 @@ def for_all_to_read(path: str | Path) -> None:
     os.chmod(path, 0o666 & ~umask)
 
 
-def beside(path: Path) -> tuple[int, str]:
-    """An open new file in the folder of a file whose place it will take; called after it as far as names may be long."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """An empty file to write to, in the folder of another, whose place it takes at the end of the block.
+
+    Each writer has one of its own, on whatever machine, so that several at a time do not get into each other's way: the last to
+    end has its file there. It is called after the other as far as names may be long.
+
+    Raises:
+        OSError: it could not be written. What stood there is unchanged, as it is when the block fails in any other way.
+    """
     name = path.name if len(os.fsencode(path.name)) <= 200 else path.name[:40]
-    return tempfile.mkstemp(dir=path.parent, prefix=f".{name}.", suffix=".part")
+    handle, made = tempfile.mkstemp(dir=path.parent, prefix=f".{name}.", suffix=".part")
+    part = Path(made)
+    try:
+        os.close(handle)
+        yield part
+        for_all_to_read(part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file whole or not at all.
+
+    Raises:
+        OSError: it could not be written; what stood there is unchanged.
+    """
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")

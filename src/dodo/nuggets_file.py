@@ -4,7 +4,6 @@ Versioned, checksummed, written to one side and moved into place. Nothing in it 
 Keys and values are stored as they are, in another floating type, or as int8 with one scale per layer, text, head and channel.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from dodo.config import PositionScheme, Use, is_number
 from dodo.errors import InputError, NuggetsFileError
-from dodo.files import beside, for_all_to_read
+from dodo.files import replacing
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.rotary import Rotary
 
@@ -180,21 +179,13 @@ def _checksum(tensors: dict[str, Tensor], header: dict[str, Any]) -> str:
 
 
 def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    temporary = None
     try:
-        handle, temporary = beside(path)
-        os.close(handle)
-        save_file(tensors, temporary, metadata={_HEADER_KEY: json.dumps(header)})
-        with open(temporary, "r+b") as written:  # "rb" can not be synced on Windows
-            os.fsync(written.fileno())
-        for_all_to_read(temporary)
-        os.replace(temporary, path)
+        with replacing(path) as part:
+            save_file(tensors, part, metadata={_HEADER_KEY: json.dumps(header)})
+            with open(part, "r+b") as written:  # "rb" can not be synced on Windows
+                os.fsync(written.fileno())
     except (OSError, SafetensorError) as error:
         raise NuggetsFileError(f"could not write {path}: {error}; nothing was changed") from None
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
 
 
 def _name(dtype: torch.dtype) -> str:

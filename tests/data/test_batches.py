@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from dodo.data.batches import Draw, QuestionSource, TextSource, draw_skewed
 from dodo.data.reading import permits_commercial_use, read_records, resolve
@@ -118,6 +119,24 @@ def test_a_shard_is_mapped_not_read(tmp_path):
     shard = prepare([str(source)], out, byte_tokenizer())
     assert str(out) in Path("/proc/self/maps").read_text()
     assert shard.documents.flat.dtype == np.uint16
+
+
+def test_processes_that_prepare_a_shard_at_the_same_time_each_get_it_whole(tmp_path, monkeypatch):
+    source, out, made = tmp_path / "data.jsonl", tmp_path / "made" / "shard.safetensors", []
+    source.write_text(json.dumps(ROWS[0]), encoding="utf-8")
+
+    def prepared():
+        made.append(prepare([str(source)], out, byte_tokenizer()).documents[0].tolist())
+
+    def save_while_another_does(*arguments, **more):
+        monkeypatch.setattr("dodo.data.shards.save_file", save_file)
+        save_file(*arguments, **more)
+        prepared()
+
+    monkeypatch.setattr("dodo.data.shards.save_file", save_while_another_does)
+    prepared()
+    assert made == [read_shard(out).documents[0].tolist()] * 2
+    assert list(out.parent.iterdir()) == [out]
 
 
 @pytest.mark.parametrize(("tokens", "documents"), [(1, 1), (20, 1), (21, 2), (60, 3), (61, 4), (None, 10)])

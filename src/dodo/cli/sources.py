@@ -12,7 +12,7 @@ import click
 
 from dodo.data.reading import decode_text
 from dodo.errors import DodoError, InputError
-from dodo.files import beside, for_all_to_read
+from dodo.files import replacing
 
 __all__ = ["Source", "check_output", "read_source", "read_text", "write_whole"]
 
@@ -76,19 +76,11 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         DodoError: it could not be written; what stood there is unchanged.
     """
-    temporary = None
     try:
-        handle, temporary = beside(path)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        for_all_to_read(temporary)
-        os.replace(temporary, path)
+        with replacing(path) as part:
+            part.write_bytes(data)
     except OSError as error:
         raise DodoError(f"could not write {path}: {error.strerror or error}; nothing was changed") from None
-    finally:
-        if temporary is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary)
 
 
 def _read(name: str) -> bytes:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dodo.data.reading import answers_field, permits_commercial_use, read_records, resolve, text_field
 from dodo.errors import InputError
-from dodo.files import for_all_to_read
+from dodo.files import replacing
 from dodo.fingerprint import of_tokenizer
 from dodo.prompts import SUMMARY, question_prompt, request_prompt
 
@@ -267,7 +267,5 @@ def _write(shard: Shard, out: Path, tokenizer: PreTrainedTokenizerBase, sources:
     arrays |= {name: getattr(shard, name) for name in ("owner", "groups") if getattr(shard, name) is not None}
     about = {"version": VERSION, "kind": shard.kind, "tokenizer": of_tokenizer(tokenizer), "sources": list(sources)}
     out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(out.name + ".part")
-    save_file(arrays, part, metadata={"dodo_shard": json.dumps(about)})
-    for_all_to_read(part)
-    part.replace(out)
+    with replacing(out) as part:  # processes that start together prepare the same
+        save_file(arrays, part, metadata={"dodo_shard": json.dumps(about)})

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from dodo.files import write_whole
+
 __all__ = ["about_machine", "commit", "today", "write_json"]
 
 PACKAGES = (
@@ -52,9 +54,7 @@ def commit() -> str | None:
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Write a record, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
 def today() -> str:

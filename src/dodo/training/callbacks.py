@@ -2,7 +2,6 @@
 
 import csv
 import math
-import os
 import shutil
 import signal
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 from lightning import Callback, Trainer
 
 from dodo.data.batches import Batch
+from dodo.files import write_whole
 from dodo.training.in_place import put_in_place
 from dodo.training.objectives import Way
 from dodo.training.recipe import Recipe
@@ -270,6 +270,4 @@ def _forget_later_rows(path: Path, step: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     rows = [(line, line.partition(",")[0]) for line in lines if line.endswith("\n")]
     kept = [line for i, (line, number) in enumerate(rows) if i == 0 or (number.isdigit() and int(number) <= step)]
-    part = path.with_name(path.name + ".part")
-    part.write_text("".join(kept), encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, "".join(kept))

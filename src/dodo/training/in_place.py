@@ -1,17 +1,9 @@
 """Files and folders that are replaced whole: whenever a run dies, the old or the new one is there."""
 
 import shutil
-import uuid
 from pathlib import Path
 
-__all__ = ["put_in_place", "recover", "write_whole"]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file that other processes of the run, on whatever machines, write and read at the same time."""
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+__all__ = ["put_in_place", "recover"]
 
 
 def put_in_place(part: Path, target: Path) -> None:

@@ -25,11 +25,12 @@ from dodo.base import computes_in
 from dodo.config import CONFIG_FILE, DodoConfig
 from dodo.data.batches import Batch, QuestionSource, TextSource, draw_skewed
 from dodo.errors import DodoWarning, InputError
+from dodo.files import write_whole
 from dodo.memory import MemoryTokens
 from dodo.model import Dodo
 from dodo.training.callbacks import Checkpoints, Deadline, Progress, TrainingLog, Validation
 from dodo.training.fused import fused_lora
-from dodo.training.in_place import recover, write_whole
+from dodo.training.in_place import recover
 from dodo.training.lessons import learn_asked, learn_cost, learn_embeddings, learn_surprisal
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import TrainingModule

@@ -15,9 +15,9 @@ from dodo.data.batches import Batch, Objective, QuestionSource, TextSource
 from dodo.data.reading import resolve
 from dodo.data.shards import Shard, ShardKind, prepare, read_shard
 from dodo.errors import InputError
+from dodo.files import write_whole
 from dodo.fingerprint import of_tokenizer
 from dodo.model import Dodo, begins_with_bos
-from dodo.training.in_place import write_whole
 from dodo.training.recipe import Recipe
 from dodo.training.validation import fixed_batches, question_batches
 
