@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from dodo.data.batches import Batch, QuestionSource
-from dodo.data.shards import prepare, read_shard
+from dodo.data.shards import Ragged, Shard, prepare, read_shard
 from dodo.errors import InputError
 from dodo.model import Dodo
 from dodo.training import in_place
@@ -23,6 +23,7 @@ from dodo.training.objectives import batch_loss
 from dodo.training.recipe import load_recipe
 from dodo.training.run import load_for_training, train
 from dodo.training.sources import open_sources
+from dodo.training.validation import question_batches
 from tests.training.test_training import WORDS, _trained, recipe_file  # noqa: F401 (a fixture)
 
 CONSTANT = ["optimizer.shape=constant", "optimizer.warmup=1", "optimizer.period=1"]
@@ -53,6 +54,20 @@ def test_a_run_with_little_time_goes_on_where_it_was_by_whole_steps(recipe_file:
 
 
 # -- data
+
+
+@pytest.mark.parametrize("tokens", [60, 140, 800])
+def test_validation_asks_about_so_many_documents_however_long_they_are(tokens: int) -> None:
+    def rows(lengths: Any) -> Ragged:
+        return Ragged(np.full(sum(lengths), 5, np.uint16), np.cumsum([0, *lengths]))
+
+    each = range(tokens - 40, tokens + 41)
+    shard = Shard("question", rows(each), rows([2] * 81), rows([1] * 81), np.arange(81))
+    source = QuestionSource(shard, bos=None, eos=2, longest=1000)
+    assert source.median == tokens
+    for count, expected in ((16, 16), (100, 81)):
+        found = question_batches(source, count=count, ratios=[2.0, 4.0])
+        assert [len(batch.documents) for batch in found.values()] == [expected] * 2
 
 
 def test_sources_of_one_name_are_not_taken_for_each_other(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -239,6 +239,11 @@ class QuestionSource:
         return int(self._shard.documents.lengths[self._order].max()) + int(behind.max()) + (self._bos is not None)
 
     @property
+    def median(self) -> int:
+        """Tokens of the document in the middle of the order of lengths."""
+        return int(self._shard.documents.lengths[self._order[len(self._order) // 2]])
+
+    @property
     def most(self) -> int:
         """Questions to one document."""
         return int(np.diff(self._first)[self._order].max())

@@ -67,8 +67,8 @@ def _of_length(text: TextSource, mixture: Mixture, texts: int, length: int, seed
 
 
 def question_batches(questions: QuestionSource, *, count: int, ratios: Sequence[float], seed: int = 0) -> dict[str, Batch]:
-    """Likewise for questions: about `count` documents of the median length, two questions each."""
-    batch = questions.batch(count * 140, 2, 1.0, np.random.default_rng((seed, 1)), at=len(questions) // 2)
+    """Likewise for questions: `count` documents, or all, of the median length or little more, two questions each."""
+    batch = questions.batch(count * questions.median, 2, 1.0, np.random.default_rng((seed, 1)), at=len(questions) // 2)
     return {f"question/r{ratio:g}": dataclasses.replace(batch, ratio=ratio) for ratio in ratios}
 
 
