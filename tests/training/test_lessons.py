@@ -28,7 +28,9 @@ def compressor(pair) -> Compressor:
     return pair().compressor
 
 
-def test_surprisal_is_the_bases_own_whatever_the_adapters(compressor):
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_surprisal_is_the_bases_own_whatever_the_adapters(pair, family):
+    compressor = pair(family).compressor
     ids = tokens(2, 300)
     with torch.no_grad(), compressor.adapters.use(None):
         log_p = compressor.base(input_ids=ids).logits.float().log_softmax(-1)

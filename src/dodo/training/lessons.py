@@ -56,12 +56,11 @@ def surprisal(compressor: Compressor, input_ids: Tensor) -> Tensor:
     Returns:
         fp32 [B, T - 1].
     """
-    head = compressor.base.get_output_embeddings()
     with compressor.adapters.use(None):
         states = backbone(compressor.base)(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
     states_ND, targets_N = states.flatten(0, 1), input_ids[:, 1:].flatten()
     losses = [
-        torch.nn.functional.cross_entropy(head(some).float(), wanted, reduction="none")
+        torch.nn.functional.cross_entropy(logits_of(compressor.base, some), wanted, reduction="none")
         for some, wanted in zip(states_ND.split(CHUNK), targets_N.split(CHUNK), strict=True)
     ]
     return torch.cat(losses).view(input_ids.shape[0], -1)
@@ -104,7 +103,7 @@ def cost_of_loss(compressor: Compressor, batch: Batch, rng: np.random.Generator)
     nuggets = compressor.encode(documents, real, ratio=float(rng.uniform(1, 2)) * reach, select_by=at_random)
     states = compressor.decode(nuggets, batch.decoder, batch.decoder_mask, soft_token=True, states=True)
     each = [
-        torch.nn.functional.cross_entropy(logits_of(compressor.base, row[:-1]).float(), wanted[:-1], reduction="none")
+        torch.nn.functional.cross_entropy(logits_of(compressor.base, row[:-1]), wanted[:-1], reduction="none")
         for row, wanted in zip(states, batch.targets, strict=True)
     ]
     losses = torch.zeros(documents.shape, device=documents.device)
