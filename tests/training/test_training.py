@@ -485,6 +485,9 @@ def test_ratios_are_drawn_from_the_objectives_range_and_capped_by_the_schedule(r
     assert maker._ratio_range(50, "autoencoding") == Draw(3, 20, 5)
     assert maker._ratio_range(0, "question") == maker._ratio_range(50, "question") == Draw(1, 2, 1.5)
     assert BatchMaker(load_recipe(recipe_file, settings), None, None)._ratio_range(50, "question") == Draw(3, 20, 5)
+    wide = "mixture.question_ratio={low: 1, mode: 2, high: 54}"
+    maker = BatchMaker(load_recipe(recipe_file, [*settings, wide]), None, None)
+    assert [maker._ratio_range(step, "question").high for step in (0, 25, 49, 50)] == [4, 29, 53, 54]
 
 
 def test_every_recipe_loads() -> None:

@@ -82,7 +82,7 @@ class BatchMaker:
         if mixture.ratio_from is None or step >= mixture.ratio_steps:
             return ratio
         done = step / mixture.ratio_steps
-        high = min(ratio.high, max(ratio.low, mixture.ratio_from + done * (mixture.ratio.high - mixture.ratio_from)))
+        high = min(ratio.high, max(ratio.low, mixture.ratio_from + done * (ratio.high - mixture.ratio_from)))
         return Draw(ratio.low, high, min(ratio.mode, high))
 
 
