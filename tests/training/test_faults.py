@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from dodo.data.batches import Batch, QuestionSource
+from dodo.data.batches import Batch, Draw, QuestionSource
 from dodo.data.shards import Ragged, Shard, prepare, read_shard
 from dodo.errors import InputError
 from dodo.model import Dodo
@@ -20,7 +20,7 @@ from dodo.training.in_place import put_in_place, recover
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import TrainingModule
 from dodo.training.objectives import batch_loss
-from dodo.training.recipe import load_recipe
+from dodo.training.recipe import Mixture, load_recipe
 from dodo.training.run import load_for_training, train
 from dodo.training.sources import open_sources
 from dodo.training.validation import question_batches
@@ -380,6 +380,23 @@ def test_without_a_clip_gradients_are_taken_as_they_are(recipe_file: Path, tmp_p
 def test_adapters_say_what_they_learned_to_be(recipe_file: Path, settings: list[str], trained_as: str | None) -> None:  # noqa: F811
     fixed = ["mixture.ratio={low: 4, mode: 4, high: 4}", "mixture.whole={low: 24, mode: 24, high: 24}"]
     assert load_recipe(recipe_file, [*fixed, *settings]).trained_as == trained_as
+
+
+@pytest.mark.parametrize(
+    ("objectives", "question_ratio", "trained"),
+    [
+        ({"autoencoding": 1.0}, Draw(1.0, 5.0, 2.0), (10.0, 20.0)),
+        ({"question": 1.0}, Draw(1.0, 5.0, 2.0), (1.0, 5.0)),
+        ({"question": 1.0}, None, (10.0, 20.0)),
+        ({"question": 1.0, "recall": 0.5}, Draw(1.0, 5.0, 2.0), (1.0, 20.0)),
+        ({"question": 1.0, "recall": 0.5}, None, (10.0, 20.0)),
+    ],
+)
+def test_trained_ratios_are_those_that_the_objectives_draw_from(
+    objectives: dict[str, float], question_ratio: Draw | None, trained: tuple[float, float]
+) -> None:
+    kinds = {"autoencoding": 0.0, **objectives}
+    assert Mixture(**kinds, ratio=Draw(10.0, 20.0, 10.0), question_ratio=question_ratio).trained_ratios == trained
 
 
 def test_the_ratios_of_questions_are_trained_ratios_too(recipe_file: Path, questions: str, tmp_path: Path) -> None:  # noqa: F811

@@ -85,8 +85,9 @@ class Mixture:
     @property
     def trained_ratios(self) -> tuple[float, float]:
         """Lowest and highest ratio that a batch may have."""
-        answering = self.question_ratio if self.question and self.question_ratio else self.ratio
-        return min(self.ratio.low, answering.low), max(self.ratio.high, answering.high)
+        objectives = [name for name in typing.get_args(Objective) if getattr(self, name)]
+        drawn = {(name == "question" and self.question_ratio) or self.ratio for name in objectives}
+        return min(ratio.low for ratio in drawn), max(ratio.high for ratio in drawn)
 
     def __post_init__(self) -> None:
         weights = [getattr(self, name) for name in typing.get_args(Objective)]
