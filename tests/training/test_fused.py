@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from dodo.config import LoraSettings
 from dodo.training import fused
@@ -76,3 +77,19 @@ def test_linear_cross_entropy_equals_the_one_over_whole_logits():
     assert_close(each, losses.detach())
     assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert hits.tolist() == ((states @ weight.T).argmax(-1) == targets).tolist()
+
+
+def test_linear_cross_entropy_multiplies_for_the_gradient_only_where_there_is_one():
+    states, weight, targets = torch.randn(7, 8, requires_grad=True), torch.randn(30, 8), torch.randint(0, 30, (7,))
+
+    def measured(states):
+        with FlopCounterMode(display=False) as counter:
+            found = linear_cross_entropy(states, weight, targets, torch.ones(7), chunk=3)
+        return counter.get_total_flops(), [tensor.detach() for tensor in found]
+
+    flops, found = measured(states)
+    with torch.no_grad():
+        fewer, same = measured(states)
+    assert (fewer, flops) == (2 * 7 * 8 * 30, 4 * 7 * 8 * 30)
+    assert_close(same, found, rtol=0, atol=0)
+    assert measured(states.detach())[0] == fewer

@@ -265,12 +265,12 @@ def _weights(ctx: Any, q: Tensor, k: Tensor, mask: Tensor | None, begin: int, en
 
 
 class _LinearCrossEntropy(Function):
-    """Sum over tokens of -log softmax(x W^T)[target], chunk by chunk; the gradient to x is made in the forward pass."""
+    """Sum over tokens of -log softmax(x W^T)[target], chunk by chunk; the gradient to x, if any, is made in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, chunk: int) -> Any:
         losses, hits = [], []
-        gradient = torch.empty_like(x_ND)
+        gradient = torch.empty_like(x_ND) if ctx.needs_input_grad[0] else None
         for start in range(0, x_ND.shape[0], chunk):
             here = slice(start, start + chunk)
             logits = (x_ND[here] @ weight_VD.T).float()
@@ -281,9 +281,10 @@ class _LinearCrossEntropy(Function):
             exp = logits.sub_(top).exp_()
             total = exp.sum(-1, keepdim=True)
             losses.append((total.log() + top - wanted)[:, 0])
-            exp.mul_(weights_N[here, None] / total)
-            exp.scatter_add_(1, target, -weights_N[here, None])
-            gradient[here] = exp.to(x_ND.dtype) @ weight_VD
+            if gradient is not None:
+                exp.mul_(weights_N[here, None] / total)
+                exp.scatter_add_(1, target, -weights_N[here, None])
+                gradient[here] = exp.to(x_ND.dtype) @ weight_VD
         loss_N = torch.cat(losses)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(loss_N, hit_N := torch.cat(hits))
