@@ -55,6 +55,15 @@ def test_the_scorer_learns_surprisal_and_nothing_else_changes(compressor):
     assert all(p.grad is None for name, p in compressor.named_parameters() if name in others)
 
 
+@pytest.mark.parametrize("score", [3.0, 6.0, 200.0])
+def test_scores_far_above_any_surprisal_come_down(compressor, score):
+    torch.nn.init.constant_(compressor.scorer.output.bias, score)
+    torch.nn.init.zeros_(compressor.scorer.output.weight)
+    loss = surprisal_loss(compressor, tokens(2, 20) % 90)
+    (gradient,) = torch.autograd.grad(loss, compressor.scorer.output.bias)
+    assert 0 < float(gradient) < math.exp(4)
+
+
 QUESTIONS = [
     {"context": "In 1662 a crew saw one; in 1662 no more.", "question": "When?", "answers": ["1662"]},
     {"context": "In 1662 a crew saw one; in 1662 no more.", "question": "Who?", "answers": ["a crew"]},

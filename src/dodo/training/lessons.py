@@ -12,6 +12,7 @@ it rebuilds most at once, of anything that is not near to them nothing, and then
 Shapes: B texts, T tokens.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import get_args
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 CHUNK = 256
-LARGEST_SCORE = 4.0  # e^4 = 55 nats
+LARGEST_SCORE = 4.0  # e^4 = 55 nats; beyond it the exponential goes on as a straight line
 
 
 @torch.no_grad()
@@ -70,7 +71,8 @@ def surprisal_loss(compressor: Compressor, input_ids: Tensor) -> Tensor:
     """Poisson loss of exp(score) against the surprisal of each token; its gradient goes to the scorer alone."""
     wanted = surprisal(compressor, input_ids)
     scores = compressor.score(input_ids)[:, 1:]
-    return (scores.clamp(max=LARGEST_SCORE).exp() - wanted * scores).mean()
+    within = scores.clamp(max=LARGEST_SCORE)
+    return (within.exp() + math.exp(LARGEST_SCORE) * (scores - within) - wanted * scores).mean()
 
 
 def learn_surprisal(compressor: Compressor, batches: Sequence[Batch], *, lr: float = 1e-3) -> float:
