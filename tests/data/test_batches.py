@@ -238,6 +238,14 @@ def test_an_autoregressive_batch_predicts_every_token(bos):
     assert (batch.window, batch.segment, batch.document_tokens) == (4, 2, 36)
 
 
+def test_the_token_after_a_text_of_usual_length_is_not_looked_for_in_the_longest_document():
+    source = TextSource([Shard("text", ragged(*([[i] * 20 for i in range(50)] + [[99] * 60])))], bos=None, eos=2)
+    assert (source.usual, source.longest) == (20, 60)
+    batch = source.autoregressive(30, source.usual, 3.0, np.random.default_rng(0), window=4, segment=2)
+    assert batch.documents.shape == (30, 19) and len(batch.documents[:, 0].unique()) > 10
+    assert source.autoregressive(2, 59, 3.0, np.random.default_rng(0), window=4, segment=2).documents.shape[1] >= 58
+
+
 def test_only_answers_of_questions_are_targets():
     shard = Shard(
         "question", ragged([5] * 8, [6] * 9), ragged([11, 12], [13], [14]), ragged([21], [22, 23], [24]), np.array([0, 0, 1])

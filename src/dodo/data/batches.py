@@ -178,7 +178,7 @@ class TextSource:
         self, count: int, length: int, ratio: float, rng: np.random.Generator, *, window: int, segment: int
     ) -> Batch:
         """Texts of which every token is predicted, from nuggets and the `window` tokens before its segment. Paper: Eq. 11."""
-        text = self.windows(count, min(length + 1 - (self._bos is not None), self.longest), rng)
+        text = self.windows(count, min(length + 1 - (self._bos is not None), max(length, self.usual)), rng)
         documents = self._documents(text)
         nothing = documents[:, :0]
         batch = _full("autoregressive", ratio, documents[:, :-1], nothing, documents[:, 1:])
