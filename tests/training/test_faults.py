@@ -287,6 +287,20 @@ def test_a_folder_is_old_or_new_wherever_its_replacing_is_cut_off(tmp_path: Path
         assert not (tmp_path / str(at) / "best.before").exists()
 
 
+def test_processes_that_recover_a_folder_at_the_same_time_all_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename, target = Path.rename, tmp_path / "best"
+    (tmp_path / "best.before" / "old").mkdir(parents=True)
+
+    def rename_behind_another(path: Path, to: Path) -> Path:
+        monkeypatch.undo()
+        recover(target)
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", rename_behind_another)
+    recover(target)
+    assert list(tmp_path.rglob("*")) == [target, target / "old"]
+
+
 def test_rows_that_were_cut_off_or_come_later_are_forgotten(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
     path.write_text("step,name,value\n10,loss,1.5\n\n20,loss,1.25\n30,loss,1.0\n4", encoding="utf-8")

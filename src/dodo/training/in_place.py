@@ -1,6 +1,7 @@
 """Files and folders that are replaced whole: whenever a run dies, the old or the new one is there."""
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["put_in_place", "recover"]
@@ -19,10 +20,14 @@ def put_in_place(part: Path, target: Path) -> None:
 
 
 def recover(target: Path) -> None:
-    """Put back what had stepped aside when a run died, or take it away if the new one is there."""
+    """Put back what had stepped aside when a run died, or take it away if the new one is there.
+
+    The processes of a run may do so at the same time.
+    """
     before = _before(target)
-    if before.exists() and not target.exists():
-        before.rename(target)
+    if not target.exists():
+        with suppress(FileNotFoundError):
+            before.rename(target)
     shutil.rmtree(before, ignore_errors=True)
 
 
