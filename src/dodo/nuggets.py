@@ -196,6 +196,12 @@ class Nuggets:
             rows = {name: tensor.clone() for name, tensor in rows.items()}
         return dataclasses.replace(self, **rows)
 
+    def rows(self, index: Tensor) -> "Nuggets":
+        """The texts of these places, int64 [B'], repeats allowed, with the padding that there is; gradients flow."""
+        picked: dict[str, Any] = {name: getattr(self, name).index_select(0, index) for name in (*_PER_STATE, *_PER_TEXT)}
+        picked |= {name: getattr(self, name).index_select(1, index) for name in ("keys", "values")}
+        return dataclasses.replace(self, **picked)
+
     @classmethod
     def stack(cls, parts: Sequence["Nuggets"]) -> "Nuggets":
         """One batch of several texts, padded on the right to the longest.

@@ -13,7 +13,7 @@ from dodo.data.batches import Batch
 from dodo.nuggets import Nuggets
 from dodo.selection import stride
 from dodo.training.fused import fused_lora
-from dodo.training.objectives import batch_loss, encode, select_rows
+from dodo.training.objectives import batch_loss, encode
 from tests.conftest import stir, tokens
 
 EVERYWHERE = LoraSettings(rank=2, alpha=4, targets="all-linear")
@@ -91,7 +91,7 @@ def test_prompts_do_not_enter_the_loss(compressor):
 def test_rows_for_several_questions_are_their_texts(compressor):
     real = torch.arange(12) < torch.tensor([[1], [12], [7]])
     nuggets = compressor.encode(tokens(3, 12), real, ratio=3)
-    picked, expected = select_rows(nuggets, torch.tensor([1, 0, 1, 2])), Nuggets.stack([nuggets[i] for i in (1, 0, 1, 2)])
+    picked, expected = nuggets.rows(torch.tensor([1, 0, 1, 2])), Nuggets.stack([nuggets[i] for i in (1, 0, 1, 2)])
     for name, want in vars(expected).items():
         if isinstance(want, Tensor):
             assert_close(getattr(picked, name), want)

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dodo.adapters import PHI
-from dodo.architecture import backbone, logits_of
+from dodo.architecture import backbone, token_nats
 from dodo.compressor import Compressor
 from dodo.config import Use
 from dodo.coverage import TEMPER, lost_share
@@ -43,7 +43,6 @@ __all__ = [
     "surprisal_loss",
 ]
 
-CHUNK = 256
 LARGEST_SCORE = 4.0  # e^4 = 55 nats; beyond it the exponential goes on as a straight line
 
 
@@ -59,12 +58,7 @@ def surprisal(compressor: Compressor, input_ids: Tensor) -> Tensor:
     """
     with compressor.adapters.use(None):
         states = backbone(compressor.base)(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
-    states_ND, targets_N = states.flatten(0, 1), input_ids[:, 1:].flatten()
-    losses = [
-        torch.nn.functional.cross_entropy(logits_of(compressor.base, some), wanted, reduction="none")
-        for some, wanted in zip(states_ND.split(CHUNK), targets_N.split(CHUNK), strict=True)
-    ]
-    return torch.cat(losses).view(input_ids.shape[0], -1)
+    return token_nats(compressor.base, states, input_ids[:, 1:])
 
 
 def surprisal_loss(compressor: Compressor, input_ids: Tensor) -> Tensor:
@@ -104,10 +98,7 @@ def cost_of_loss(compressor: Compressor, batch: Batch, rng: np.random.Generator)
     at_random = torch.from_numpy(rng.random(documents.shape)).to(documents.device)
     nuggets = compressor.encode(documents, real, ratio=float(rng.uniform(1, 2)) * reach, select_by=at_random)
     states = compressor.decode(nuggets, batch.decoder, batch.decoder_mask, soft_token=True, states=True)
-    each = [
-        torch.nn.functional.cross_entropy(logits_of(compressor.base, row[:-1]), wanted[:-1], reduction="none")
-        for row, wanted in zip(states, batch.targets, strict=True)
-    ]
+    each = [token_nats(compressor.base, row[:-1], wanted[:-1]) for row, wanted in zip(states, batch.targets, strict=True)]
     losses = torch.zeros(documents.shape, device=documents.device)
     shares = torch.zeros_like(losses)
     first = documents.shape[1] - batch.decoder.shape[1]  # 1 behind a BOS token

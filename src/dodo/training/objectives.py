@@ -7,7 +7,6 @@ base reading everything, are beyond the paper.
 Shapes: B texts, T document tokens, M decoder tokens, N tokens with a loss, V vocabulary, D width.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,7 +27,7 @@ from dodo.nuggets import Nuggets
 from dodo.selection import every, stride
 from dodo.training.fused import linear_cross_entropy
 
-__all__ = ["Loss", "Way", "batch_loss", "encode", "remember", "select_rows"]
+__all__ = ["Loss", "Way", "batch_loss", "encode", "remember"]
 
 Way = Literal["scorer", "stride", "pooled", "memory", "whole"]
 """How tokens are selected: as the configuration says; by a fixed stride, the control that a learned selection must beat; or not
@@ -55,7 +54,7 @@ def encode(compressor: Compressor, batch: Batch, way: Way = "scorer") -> Nuggets
     by = None if way == "scorer" else stride(batch.document_mask, ratio=batch.ratio, keep_first=compressor.config.keep_first)
     use: Use = "questions" if batch.objective == "question" else "text"
     nuggets = compressor.encode(batch.documents, batch.document_mask, ratio=batch.ratio, use=use, select_by=by)
-    return nuggets if batch.rows is None else select_rows(nuggets, batch.rows)
+    return nuggets if batch.rows is None else nuggets.rows(batch.rows)
 
 
 def remember(compressor: Compressor, batch: Batch) -> Memory:
@@ -64,16 +63,6 @@ def remember(compressor: Compressor, batch: Batch) -> Memory:
     slots = icae.slots(batch.document_mask, ratio=batch.ratio)
     memory = icae.encode(batch.documents, batch.document_mask, slots=slots)
     return memory if batch.rows is None else Memory(memory.states[batch.rows], memory.counts[batch.rows])
-
-
-def select_rows(nuggets: Nuggets, rows: Tensor) -> Nuggets:
-    """A batch with the given texts of another, repeats allowed; gradients flow."""
-    picked: dict[str, Any] = {
-        name: getattr(nuggets, name).index_select(0, rows)
-        for name in ("positions", "indices", "scores", "token_ids", "mask", "lengths", "next_positions", "sinks")
-    }
-    picked |= {name: getattr(nuggets, name).index_select(1, rows) for name in ("keys", "values")}
-    return dataclasses.replace(nuggets, **picked)
 
 
 def batch_loss(
