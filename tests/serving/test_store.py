@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
 
 def test_files_of_a_process_that_lives_are_not_swept(opened):
     living = opened()
-    path = living.temporary()
+    path = living._incoming / "half.nuggets"
     path.write_bytes(b"half")
     opened()
     assert path.exists()

@@ -21,12 +21,12 @@ from dodo.serving.metrics import Metrics, Observed
 from dodo.serving.schemas import ErrorBody
 from dodo.serving.service import Service
 from dodo.serving.settings import Settings
-from dodo.serving.store import Store
+from dodo.serving.store import AnyStore
 
 __all__ = ["load", "make_app"]
 
 
-def make_app(settings: Settings, dodo: Dodo | None = None, *, store: Store | None = None) -> FastAPI:
+def make_app(settings: Settings, dodo: Dodo | None = None, *, store: AnyStore | None = None) -> FastAPI:
     """An ASGI app that serves one model.
 
     Args:

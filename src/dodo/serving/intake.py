@@ -2,8 +2,10 @@
 
 import asyncio
 import hashlib
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -21,7 +23,7 @@ from dodo.serving.progress import reporting
 from dodo.serving.prompting import Prompting, Turn
 from dodo.serving.settings import Settings
 from dodo.serving.shared import Shared
-from dodo.serving.store import Store
+from dodo.serving.store import full_disk_said
 
 __all__ = ["Conversation", "Intake", "Scored", "TooLong"]
 
@@ -58,12 +60,12 @@ class Intake:
     """Compresses on the model's thread. For one event loop.
 
     Args:
-        dodo, engine, prompting, store: the model, its thread, its tokenizer, and where files may be put down.
+        dodo, engine, prompting: the model, its thread, its tokenizer.
         settings: limits, and when and how messages are compressed.
     """
 
-    def __init__(self, dodo: Dodo, engine: Engine, prompting: Prompting, store: Store, settings: Settings) -> None:
-        self._dodo, self._engine, self._prompting, self._store, self._settings = dodo, engine, prompting, store, settings
+    def __init__(self, dodo: Dodo, engine: Engine, prompting: Prompting, settings: Settings) -> None:
+        self._dodo, self._engine, self._prompting, self._settings = dodo, engine, prompting, settings
         self._waiting = 0
         self._messages: Held[Nuggets] = Held(_TURN_MEMORY)
         self._compressing: Shared[Nuggets] = Shared()
@@ -147,17 +149,18 @@ class Intake:
         Raises:
             NuggetsFileError: damaged, of several texts, or not what a compressor makes.
             FingerprintMismatch: another model made them.
+            StoreFull: there is no room to put the file down.
         """
         return await asyncio.to_thread(self._read, data)
 
     def _read(self, data: bytes) -> Nuggets:
-        path = self._store.put_down(data)
-        try:
-            nuggets = Nuggets.load(path)
-        except NuggetsFileError as error:
-            raise NuggetsFileError(str(error).replace(str(path), "the file")) from None
-        finally:
-            path.unlink(missing_ok=True)
+        with full_disk_said("make room for temporary files"), tempfile.TemporaryDirectory(prefix="dodo-sent-") as folder:
+            path = Path(folder) / "sent.nuggets"
+            path.write_bytes(data)
+            try:
+                nuggets = Nuggets.load(path)
+            except NuggetsFileError as error:
+                raise NuggetsFileError(str(error).replace(str(path), "the file")) from None
         if nuggets.batch_size != 1:
             raise NuggetsFileError(f"the file holds {nuggets.batch_size} texts; send one at a time: nuggets[i].save(...)")
         try:

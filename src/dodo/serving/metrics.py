@@ -8,7 +8,7 @@ from prometheus_client.core import GaugeMetricFamily
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dodo.serving.engine import Engine
-from dodo.serving.store import Store
+from dodo.serving.store import AnyStore
 
 __all__ = ["Metrics", "Observed"]
 
@@ -32,7 +32,7 @@ class Metrics:
         )
         self.compressed = Counter("dodo_compressed_tokens", "Tokens of the texts that were compressed.", registry=registry)
 
-    def watch(self, engine: Engine, store: Store) -> None:
+    def watch(self, engine: Engine, store: AnyStore) -> None:
         """Show, whenever asked, how these stand."""
         self._registry.register(_Standing(engine, store))
 
@@ -44,7 +44,7 @@ class Metrics:
 class _Standing:
     """A collector: gauges that are read off when they are asked for."""
 
-    def __init__(self, engine: Engine, store: Store) -> None:
+    def __init__(self, engine: Engine, store: AnyStore) -> None:
         self._engine, self._store = engine, store
 
     def collect(self) -> Any:

@@ -14,14 +14,12 @@ machines. It is started again, over the same folder, should it die.
 """
 
 import logging
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
-from uuid import uuid4
+from typing import Any
 
 from fastapi import FastAPI
 
@@ -116,7 +114,7 @@ def _builder(settings: Settings) -> Callable[[], FastAPI]:
         import ray
 
         store = SharedStore(ray.get_actor(STORE, namespace=NAMESPACE))
-        return make_app(settings, load(settings), store=cast(Store, store))  # it is asked what a store is asked, and no more
+        return make_app(settings, load(settings), store=store)
 
     return build
 
@@ -130,15 +128,9 @@ class SharedStore:
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self._folder = tempfile.TemporaryDirectory(prefix="dodo-incoming-")
 
     def close(self) -> None:
         """Leave the store to the others."""
-        self._folder.cleanup()
-
-    def temporary(self) -> Path:
-        """The name of a file that this process may write."""
-        return Path(self._folder.name) / f"{uuid4().hex}.nuggets"
 
     def add(self, nuggets: Nuggets, *, name: str | None = None) -> Context:
         """See `Store.add`."""

@@ -12,7 +12,7 @@ from dodo.serving.intake import Intake
 from dodo.serving.metrics import Metrics
 from dodo.serving.prompting import Prompting
 from dodo.serving.settings import Settings
-from dodo.serving.store import Store
+from dodo.serving.store import AnyStore, Store
 
 __all__ = ["Asked", "Service"]
 
@@ -24,14 +24,14 @@ class Service:
     settings: Settings
     dodo: Dodo
     engine: Engine
-    store: Store
+    store: AnyStore
     prompting: Prompting
     intake: Intake
     metrics: Metrics
     started: int
 
     @classmethod
-    def start(cls, settings: Settings, dodo: Dodo, metrics: Metrics, *, now: int, store: Store | None = None) -> "Service":
+    def start(cls, settings: Settings, dodo: Dodo, metrics: Metrics, *, now: int, store: AnyStore | None = None) -> "Service":
         """Open the store, unless it is given, and start the engine."""
         store = store or Store(
             settings.store,
@@ -42,7 +42,7 @@ class Service:
         engine = Engine(dodo, max_batch=settings.max_batch, max_queue=settings.max_queue, max_states=settings.max_states)
         metrics.watch(engine, store)
         prompting = Prompting(dodo)
-        intake = Intake(dodo, engine, prompting, store, settings)
+        intake = Intake(dodo, engine, prompting, settings)
         return cls(settings, dodo, engine, store, prompting, intake, metrics, now)
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from filelock import FileLock, Timeout
 
@@ -33,7 +34,7 @@ from dodo.nuggets import Nuggets
 from dodo.nuggets_file import StorageType
 from dodo.serving.held import Held
 
-__all__ = ["Context", "Store"]
+__all__ = ["AnyStore", "Context", "Store", "full_disk_said"]
 
 BUSY_SECONDS = 30
 """How long to wait for another process that is writing."""
@@ -103,6 +104,19 @@ class Context:
     use: Use | None = None
 
 
+class AnyStore(Protocol):
+    """What a server asks of a store, be it here or in another process. For any thread. See `Store` for each."""
+
+    def add(self, nuggets: Nuggets, *, name: str | None = None) -> Context: ...
+    def delete(self, context_id: str) -> None: ...
+    def get(self, context_id: str) -> Context: ...
+    def load(self, context_id: str) -> Nuggets: ...
+    def read(self, context_id: str) -> bytes: ...
+    def page(self, *, limit: int, after: str | None = None, ascending: bool = False) -> Sequence[Context]: ...
+    def totals(self) -> dict[str, int]: ...
+    def close(self) -> None: ...
+
+
 class Store:
     """A folder of contexts. For any thread; several processes may have it open.
 
@@ -169,9 +183,9 @@ class Store:
         """
         if nuggets.batch_size != 1:
             raise InputError(f"a context is one text, not {nuggets.batch_size}; take one out of its batch: nuggets[i]")
-        path = self.temporary()
+        path = self._incoming / f"{secrets.token_hex(8)}.nuggets"
         try:
-            with _full_disk_said("delete contexts, or make room"):
+            with full_disk_said("delete contexts, or make room"):
                 nuggets.save(path, storage=self._storage)
                 size, digest = path.stat().st_size, _digest(path)
                 with self._writing():
@@ -192,31 +206,12 @@ class Store:
             UnknownContext: there is none of that id.
             StoreFull: the disk is so full that it can't be noted.
         """
-        with _full_disk_said("make room on it first"):
+        with full_disk_said("make room on it first"):
             with self._writing():
                 context = self._row(context_id)
                 self._db.execute("DELETE FROM contexts WHERE id = ?", (context_id,))
             with self._writing():  # on its own, so that the file goes only once the row is gone for good
                 self._drop(context.sha256)
-
-    def temporary(self) -> Path:
-        """The name of a file that this process may write, and that is swept when it dies."""
-        return self._incoming / f"{secrets.token_hex(8)}.nuggets"
-
-    def put_down(self, data: bytes) -> Path:
-        """A file of that kind with these contents.
-
-        Raises:
-            StoreFull: there is no room.
-        """
-        path = self.temporary()
-        try:
-            with _full_disk_said("delete contexts, or make room"):
-                path.write_bytes(data)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        return path
 
     # -- reading
 
@@ -403,7 +398,8 @@ def _flush(folder: Path) -> None:
 
 
 @contextmanager
-def _full_disk_said(what_to_do: str) -> Iterator[None]:
+def full_disk_said(what_to_do: str) -> Iterator[None]:
+    """Within it, an error that a full disk makes is a StoreFull, which says what to do."""
     try:
         yield
     except (NuggetsFileError, OSError, sqlite3.OperationalError) as error:
