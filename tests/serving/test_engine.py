@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dodo.architecture import layers_of
-from dodo.errors import EngineClosed, FingerprintMismatch, InputError, QueueFull, WindowError
+from dodo.errors import DodoError, EngineClosed, FingerprintMismatch, InputError, QueueFull, WindowError
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
 from dodo.serving import engine as engine_module
@@ -345,6 +345,33 @@ def test_memory_that_runs_out_when_a_row_leaves_ends_no_other_engine(
         with pytest.raises(MemoryError, match="no room"):
             list(tickets[1])
     assert ids(list(engine.submit(short))) == expected
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("tokens", [1, engine_module.PROMPT_TOKENS], ids=["decoding", "reading"])
+def test_logits_that_are_no_numbers_end_their_row_alone_greedy_or_sampled(
+    tokens: int, value: float, dodo: Dodo, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = requests(dodo, 4)
+    asked[2] = dataclasses.replace(asked[2], temperature=1.0)
+    expected = [reference(dodo, asked[i]) for i in (0, 3)]
+    whole = Batch.step
+
+    def step(self: Batch, count: int = 1) -> torch.Tensor:
+        logits = whole(self, count)
+        for i, row in enumerate(self.rows):
+            if count == tokens and any(row.request is bad for bad in asked[1:3]):
+                logits[i, 5] = value
+        return logits
+
+    monkeypatch.setattr(Batch, "step", step)
+    engine = start(dodo)
+    with held_up(engine):
+        tickets = [engine.submit(request) for request in asked]
+    for ticket in tickets[1:3]:
+        with pytest.raises(DodoError, match="no numbers"):
+            list(ticket)
+    assert [ids(list(tickets[i])) for i in (0, 3)] == expected
 
 
 def test_a_prompt_that_fails_fails_alone(dodo: Dodo, start: Callable[..., Engine]) -> None:

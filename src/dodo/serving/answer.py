@@ -5,6 +5,7 @@ Sampling is transformers' own, with a generator for each request. Text comes in 
 Shapes: V vocabulary.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
+from dodo.errors import DodoError
 from dodo.serving.request import Piece, Request
 
 __all__ = ["Answer", "IncrementalText", "StopTexts"]
@@ -47,16 +49,25 @@ class Answer:
         else:
             self._generator.manual_seed(request.seed)
 
-    def take(self, logits: Tensor) -> tuple[int, Piece]:
+    def take(self, logits: Tensor, *, highest: float, likeliest: int) -> tuple[int, Piece]:
         """Choose the next token.
 
         Args:
             logits: fp32 [V].
+            highest: of them; NaN if one of them is.
+            likeliest: the token that has it.
 
         Returns:
             The token, and what it brings.
+
+        Raises:
+            DodoError: the logits are no numbers.
         """
-        token = self._choose(logits)
+        if not math.isfinite(highest):
+            raise DodoError(
+                "the model gives logits that are no numbers: its weights are broken, or its type is too narrow for them"
+            )
+        token = likeliest if self._greedy else self._sample(logits)
         if token in self._ends:
             return token, Piece(None, self._stops.rest(), finish="stop")
         self._tokens += 1
@@ -71,9 +82,7 @@ class Answer:
         top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
         return token, Piece(token, text, float(logprobs[token]), top, finish)
 
-    def _choose(self, logits: Tensor) -> int:
-        if self._greedy:
-            return int(logits.argmax())
+    def _sample(self, logits: Tensor) -> int:
         scores = logits[None].cpu()
         for warper in self._warpers:
             scores = warper(None, scores)

@@ -275,8 +275,8 @@ class Engine:
         if any(row.unread for row in reading.rows):
             return
         batch = self._over_nuggets if reading.with_theta else self._plain
-        for i, row in enumerate(reading.rows):
-            if not self._take(row, logits[i]):
+        for i, (row, ends) in enumerate(zip(reading.rows, self._take(reading.rows, logits), strict=True)):
+            if not ends:
                 try:
                     batch.join(reading, i)
                 except Exception as error:  # memory, most likely
@@ -322,20 +322,24 @@ class Engine:
             _let_go(batch)
             if not batch.rows:
                 return
-            logits = batch.step()
-            for i in reversed(range(len(batch.rows))):  # a row that leaves is replaced by one from behind it
-                if self._take(batch.rows[i], logits[i]):
+            ends = self._take(batch.rows, batch.step())
+            for i in reversed(range(len(ends))):  # a row that leaves is replaced by one from behind it
+                if ends[i]:
                     batch.leave(i)
         except Exception as error:  # memory, most likely; the other batch goes on
             for row in batch.rows:
                 row.ticket.end(error)
             batch.clear()
 
-    def _take(self, row: Row, logits: Tensor) -> bool:
-        """Choose a row's next token and hand it to the reader. Returns whether the answer ends."""
+    def _take(self, rows: Sequence[Row], logits: Tensor) -> list[bool]:
+        """Choose the next token of each row, from fp32 [R, V], and hand it to its reader. Returns whether each answer ends."""
+        highest, likeliest = (best.tolist() for best in logits.max(-1))
+        return [self._hand(row, logits[i], highest=highest[i], likeliest=likeliest[i]) for i, row in enumerate(rows)]
+
+    def _hand(self, row: Row, logits: Tensor, *, highest: float, likeliest: int) -> bool:
         try:
-            token, piece = row.answer.take(logits)
-        except Exception as error:  # logits that are no numbers
+            token, piece = row.answer.take(logits, highest=highest, likeliest=likeliest)
+        except Exception as error:  # logits that are no numbers: this row's alone
             row.ticket.end(error)
             return True
         row.unread.append(token)
