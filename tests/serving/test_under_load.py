@@ -18,7 +18,7 @@ from dodo.nuggets import Nuggets
 from dodo.serving.formats import ChatFormat
 from dodo.serving.prompting import Prompting
 from dodo.serving.request import Piece
-from dodo.serving.store import Store
+from dodo.serving.store import Context, Store
 from tests.serving.contexts import made_up
 from tests.serving.test_app import CHAT, CHATS, COMPLETION, TEXT, TEXTS, busy, kept
 
@@ -30,10 +30,10 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def sent(address: str, path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
+def sent(address: str, path: str, body: dict[str, Any], **headers: str) -> http.client.HTTPConnection:
     """A request whose answer nobody has read."""
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
-    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **headers})
     return connection
 
 
@@ -72,6 +72,58 @@ def test_who_hangs_up_while_a_text_is_compressed_ends_that(listening, slow):
     connection.sock.close()
     assert app.state.service.engine.run(lambda: len(slow)).result(30) < 6
     assert app.state.service.store.totals()["contexts"] == 0
+
+
+@pytest.fixture
+def slowly_stored(monkeypatch):
+    """Contexts stored so far, and an event; while that is not set, the next one is begun and not stored."""
+    stored: list[Context] = []
+    begun, go_on, add = threading.Event(), threading.Event(), Store.add
+
+    def slow_add(self: Store, *args: Any, **more: Any) -> Context:
+        begun.set()
+        go_on.wait(30)
+        stored.append(add(self, *args, **more))
+        return stored[-1]
+
+    monkeypatch.setattr(Store, "add", slow_add)
+    go_on.set()
+    yield stored, begun, go_on
+    go_on.set()
+
+
+def only_the_first_is_kept(store: Store, stored: list[Context]) -> bool:
+    assert eventually(lambda: len(stored) == 2)
+    assert stored[0].sha256 == stored[1].sha256
+    gone = eventually(lambda: store.totals()["contexts"] == 1)
+    return gone and store.read(stored[0].id) != b""
+
+
+def test_a_context_that_is_stored_only_after_the_time_was_over_is_deleted(client, slowly_stored):
+    stored, _, go_on = slowly_stored
+    asked = client(timeout=1)
+    kept(asked)
+    go_on.clear()
+    assert asked.post("/v1/contexts", json={"text": TEXT}).status_code == 504
+    go_on.set()
+    assert only_the_first_is_kept(asked.app.state.service.store, stored)
+
+
+@pytest.mark.parametrize("accept", ["application/json", "text/event-stream"])
+def test_a_context_that_is_stored_only_after_the_client_has_hung_up_is_deleted(accept, listening, slowly_stored):
+    stored, begun, go_on = slowly_stored
+    address, app = listening()
+    first = sent(address, "/v1/contexts", {"text": TEXT})
+    assert first.getresponse().status == 201
+    first.close()
+    begun.clear()
+    go_on.clear()
+    connection = sent(address, "/v1/contexts", {"text": TEXT}, Accept=accept)
+    assert begun.wait(30)
+    connection.sock.close()
+    time.sleep(0.3)
+    go_on.set()
+    assert only_the_first_is_kept(app.state.service.store, stored)
 
 
 @pytest.mark.parametrize("stream", [True, False])

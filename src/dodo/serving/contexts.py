@@ -17,6 +17,7 @@ from dodo.serving.extraction import is_nuggets
 from dodo.serving.failures import ApiError, failure
 from dodo.serving.schemas import ContextList, ContextObject, ContextRequest, Deleted
 from dodo.serving.service import Asked, Service
+from dodo.serving.store import AnyStore, Context
 
 __all__ = ["router"]
 
@@ -93,8 +94,24 @@ async def _keep(service: Service, source: str | File, wanted: ContextRequest, re
     nuggets = await _nuggets(service, source, wanted, report)
     report({"stage": "storing"})
     name = source.name[-200:] or None if isinstance(source, File) and wanted.name is None else wanted.name
-    context = await asyncio.to_thread(lambda: service.store.add(nuggets, name=name))
+    context = await _stored(service.store, nuggets, name)
     return ContextObject.of(context, service.dodo.warning_of(nuggets))
+
+
+async def _stored(store: AnyStore, nuggets: Nuggets, name: str | None) -> Context:
+    """Add a context. A thread can't be stopped: what it stores when nobody waits for it any more is deleted once it is there."""
+    loop = asyncio.get_running_loop()
+
+    def forget(added: asyncio.Task[Context]) -> None:
+        if not added.cancelled() and added.exception() is None:
+            loop.run_in_executor(None, store.delete, added.result().id)  # an id is of one request, whatever shares the file
+
+    adding = asyncio.create_task(asyncio.to_thread(store.add, nuggets, name=name))
+    try:
+        return await asyncio.shield(adding)
+    except asyncio.CancelledError:
+        adding.add_done_callback(forget)
+        raise
 
 
 async def _nuggets(service: Service, source: str | File, wanted: ContextRequest, report: Report) -> Nuggets:
