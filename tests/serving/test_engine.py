@@ -464,6 +464,20 @@ def test_requests_wait_until_there_is_room_for_their_states(dodo: Dodo, start: C
         engine.submit(dataclasses.replace(asked[2], max_new_tokens=100))
 
 
+def test_where_nobody_waits_no_room_is_made_for_prompts(
+    dodo: Dodo, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, made = start(dodo), []
+
+    def noted(*args: Any, **settings: Any) -> Batch:
+        made.append(1)
+        return Batch(*args, **settings)
+
+    monkeypatch.setattr(engine_module, "Batch", noted)
+    assert len(list(engine.submit(requests(dodo, 1)[0]))) == NEW
+    assert len(made) == 1
+
+
 # -- across threads
 
 

@@ -1,23 +1,22 @@
 """One answer in the making: from the next token's logits to a piece of text.
 
-Sampling is transformers' own, with a generator for each request. Text comes in complete characters; stop texts never show.
+Each request has a generator of its own. Text comes in complete characters; stop texts never show.
 
-Shapes: V vocabulary.
+Shapes: V vocabulary, K likeliest tokens.
 """
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
 from dodo.errors import DodoError
 from dodo.serving.request import Piece, Request
 
-__all__ = ["Answer", "IncrementalText", "StopTexts"]
+__all__ = ["Answer", "IncrementalText", "StopTexts", "nucleus"]
 
 
 COLDEST = 1e-5
@@ -37,12 +36,7 @@ class Answer:
         self._request, self._ends, self._tokens = request, frozenset(ends) | request.ends, 0
         behind = request.input_ids[-1] if request.goes_on and request.input_ids else None
         self._text, self._stops = IncrementalText(tokenizer, behind=behind), StopTexts(request.stop)
-        self._warpers: list[Any] = []
         self._greedy = request.temperature < COLDEST
-        if not self._greedy and request.temperature != 1:
-            self._warpers.append(TemperatureLogitsWarper(float(request.temperature)))
-        if request.top_p < 1:
-            self._warpers.append(TopPLogitsWarper(float(request.top_p)))
         self._generator = torch.Generator()  # on the CPU wherever the model is, so that a seed means the same everywhere
         if request.seed is None:
             self._generator.seed()
@@ -83,10 +77,34 @@ class Answer:
         return token, Piece(token, text, float(logprobs[token]), top, finish)
 
     def _sample(self, logits: Tensor) -> int:
-        scores = logits[None].cpu()
-        for warper in self._warpers:
-            scores = warper(None, scores)
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+        """By one random number, over the tokens in the vocabulary's order: so logits that differ by a rounding, as they do in
+        other company or on another device, hardly ever give another token."""
+        probabilities = (logits.cpu() / self._request.temperature).softmax(-1)
+        tokens = nucleus(probabilities, self._request.top_p)
+        reached = probabilities[tokens].double().cumsum(-1)
+        chance = torch.rand(1, dtype=torch.float64, generator=self._generator) * reached[-1]
+        return int(tokens[torch.searchsorted(reached, chance, right=True)])
+
+
+def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """The likeliest tokens, as few as have this much of the probability together.
+
+    Args:
+        probabilities: fp32 [V].
+        top_p: above 0; 1: all that are possible.
+
+    Returns:
+        Token ids, int64 [K], ascending; at least one.
+
+    >>> nucleus(torch.tensor([0.1, 0.5, 0.0, 0.4]), 0.8).tolist()
+    [1, 3]
+    """
+    tokens = (probabilities > (1 - top_p) / len(probabilities)).nonzero()[:, 0]  # the others together have less than 1 - top_p
+    if top_p == 1:
+        return tokens
+    likeliest, order = probabilities[tokens].sort(descending=True)
+    before = likeliest.cumsum(-1) - likeliest
+    return tokens[order[before < top_p].sort().values]
 
 
 class IncrementalText:

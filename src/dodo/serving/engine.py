@@ -256,6 +256,8 @@ class Engine:
     def _read_prompts(self) -> None:
         """One pass over the prompts that are being read, or those that come next."""
         reading = self._reading = self._reading or self._gather()
+        if reading is None:
+            return
         try:
             _let_go(reading)
             if reading.rows:
@@ -283,16 +285,18 @@ class Engine:
                     row.ticket.end(error)
         reading.clear()
 
-    def _gather(self) -> Batch:
-        """The next requests that there is room for and that one pass can read; or one, if it takes several."""
+    def _gather(self) -> Batch | None:
+        """The next requests that there is room for and that one pass can read; or one, if it takes several. None: no more."""
         group: list[Ticket] = []
         if self._apart:
             group.append(self._apart.pop(0))
         else:
             while (ticket := self._next(group)) is not None:
                 group.append(ticket)
+        if not group:
+            return None
         requests = [ticket.request for ticket in group]
-        batch = Batch(self._dodo.compressor, with_theta=bool(requests) and requests[0].nuggets is not None)
+        batch = Batch(self._dodo.compressor, with_theta=requests[0].nuggets is not None)
         for ticket in group:
             try:
                 batch.cache.reserve(len(group), max(request.states - request.max_new_tokens for request in requests))
