@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from dodo.pieces import FEW, Pieces
+from dodo.pieces import FEW, IncrementalText, Pieces
 from tests.standins.models import byte_tokenizer
 
 TEXT = "Dodos lived on Mauritius; 你好, 渡渡鳥在模里西斯島. 🙂🙂 Ça va? " * 4
@@ -31,7 +31,7 @@ def _streamed(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
     pieces.put(torch.tensor([[0, 0]]))
     for i in ids:
         pieces.put(torch.tensor([i]))
-        assert len(pieces._ids) <= 5 * FEW
+        assert len(pieces._text._ids) <= 5 * FEW
     pieces.end()
     return list(pieces)
 
@@ -46,6 +46,16 @@ def test_pieces_are_the_text_and_no_character_comes_in_halves() -> None:
     pieces = _streamed(tokenizer, [0, *ids[:9], 1, *ids[9:]])
     assert "".join(pieces) == TEXT
     assert len(pieces) == len(ids) + 2 + 1
+
+
+def test_what_is_given_is_the_text_so_far_in_complete_characters() -> None:
+    tokenizer = byte_tokenizer()
+    growing, given, ids = IncrementalText(tokenizer), "", tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    for end, token in enumerate(ids, start=1):
+        given += growing.push(token)
+        assert given == _decoded(tokenizer, ids[:end]).rstrip("\ufffd")
+        assert TEXT.startswith(given)
+    assert growing.rest() == ""
 
 
 def test_bytes_that_are_no_text_come_as_in_the_whole() -> None:

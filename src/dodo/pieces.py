@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-__all__ = ["Pieces"]
+__all__ = ["IncrementalText", "Pieces"]
 
 FEW = 12
 """Tokens that are decoded again, so that the next one's text stands behind theirs: 12 bytes are whole characters of 1 to 4."""
@@ -19,58 +19,45 @@ UNKNOWN = "\ufffd"
 """What bytes are decoded to that are no character, or none yet."""
 
 
-class Pieces(BaseStreamer):
-    """A streamer for `generate`, in one thread, whose pieces are read in another; one for each token, maybe empty.
+class IncrementalText:
+    """The text of tokens that come one after another, in complete characters.
 
-    Joined they are the text of all the tokens, special ones left out. A character whose bytes come in several tokens is held back
-    until it is whole.
+    What `push` returns for each token and `rest` in the end, joined, is the text of all the tokens, special ones left out. A
+    character whose bytes come in several tokens is held back until it is whole.
 
     Args:
         tokenizer: which decodes.
-        skip_prompt: the first tokens that come are not new.
         behind: the token that the text goes on behind: some tokenizers leave out a text's first space. None: a text of its own.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_prompt: bool, behind: int | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, behind: int | None = None) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_prompt
-        self._queue: SimpleQueue[str | None] = SimpleQueue()
         self._ids: list[int] = []  # the last tokens
         self._given = ""  # what was given of their text
         if behind is not None and UNKNOWN not in (before := self._decoded([behind])):
             self._ids, self._given = [behind], before
 
-    def put(self, value: Tensor) -> None:
-        """Take the prompt, or the next tokens of one text."""
-        if self._skip:
-            self._skip = False
-            return
-        self._ids += value.flatten().tolist()
+    def push(self, token: int) -> str:
+        """What is certain with one token more, and was not before; often empty."""
+        self._ids.append(token)
         text = self._decoded(self._ids)
         whole = text.rstrip(UNKNOWN)
         if len(text) - len(whole) > FEW:  # too many bytes for a character that is still to come
             whole = text[:-1]
-        self._give(whole)
+        new = self._more(whole)
         if len(self._ids) > 2 * FEW:
             self._forget(text)
+        return new
 
-    def end(self) -> None:
-        """Give what was held back, and end."""
-        self._give(self._decoded(self._ids))
-        self.stop()
+    def rest(self) -> str:
+        """What was held back, when no more tokens come."""
+        return self._more(self._decoded(self._ids))
 
-    def stop(self) -> None:
-        """End."""
-        self._queue.put(None)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._queue.get, None)
-
-    def _give(self, text: str) -> None:
-        more = text.startswith(self._given)  # else a character that was whole waits for the bytes behind it
-        self._queue.put(text[len(self._given) :] if more else "")
-        if more:
-            self._given = text
+    def _more(self, text: str) -> str:
+        if not text.startswith(self._given):  # a character that was whole waits for the bytes behind it
+            return ""
+        new, self._given = text[len(self._given) :], text
+        return new
 
     def _forget(self, text: str) -> None:
         """All but the last few tokens, where these have the same text by themselves."""
@@ -81,3 +68,37 @@ class Pieces(BaseStreamer):
 
     def _decoded(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class Pieces(BaseStreamer):
+    """A streamer for `generate`, in one thread, whose pieces are read in another: one for each token, maybe empty, and the rest.
+
+    Args:
+        tokenizer, behind: see `IncrementalText`.
+        skip_prompt: the first tokens that come are not new.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_prompt: bool, behind: int | None = None) -> None:
+        self._text = IncrementalText(tokenizer, behind=behind)
+        self._skip = skip_prompt
+        self._queue: SimpleQueue[str | None] = SimpleQueue()
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt, or the next tokens of one text."""
+        if self._skip:
+            self._skip = False
+            return
+        for token in value.flatten().tolist():
+            self._queue.put(self._text.push(token))
+
+    def end(self) -> None:
+        """Give what was held back, and end."""
+        self._queue.put(self._text.rest())
+        self.stop()
+
+    def stop(self) -> None:
+        """End."""
+        self._queue.put(None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._queue.get, None)

@@ -1,34 +1,45 @@
-"""Laws of text that comes token by token."""
+"""Laws of one answer: how its tokens are chosen, and how its text comes and ends."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from transformers.generation.logits_process import TopPLogitsWarper
 
-from dodo.serving.answer import Answer, IncrementalText, StopTexts, nucleus
-from dodo.serving.request import Request
+from dodo.pieces import FEW, Pieces
+from dodo.serving.answer import Answer, StopTexts, nucleus
+from dodo.serving.request import Piece, Request
 from tests.standins.models import byte_tokenizer
 
 
-@pytest.mark.parametrize("text", ["plain", "dodo 🦤🦤 é ⓐ", "cut: 🦤", "the the"])
-def test_text_comes_in_complete_characters(text: str) -> None:
+def answered(tokens: list[int], **settings: Any) -> list[Piece]:
+    """Pieces of an answer of these tokens."""
+    answer = Answer(Request(None, [3], **{"max_new_tokens": len(tokens), **settings}), byte_tokenizer(), [1])
+    return [answer.take(torch.zeros(259), highest=0.0, likeliest=token)[1] for token in tokens]
+
+
+@pytest.mark.parametrize("end", [[], [1]], ids=["length", "end token"])
+def test_an_answer_that_ends_within_a_character_is_what_the_tokenizer_and_the_library_show(end: list[int]) -> None:
     tokenizer = byte_tokenizer()
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    for end in range(len(ids) + 1):
-        growing = IncrementalText(tokenizer)
-        pieces = [growing.push(token) for token in ids[:end]]
-        assert "".join(pieces) == tokenizer.decode(ids[:end]).rstrip("\ufffd")
-        assert text.startswith("".join(pieces))
+    ids = tokenizer("ok 🦤", add_special_tokens=False)["input_ids"][:-2]
+    pieces = Pieces(tokenizer, skip_prompt=False)
+    pieces.put(torch.tensor(ids))
+    pieces.end()
+    text = "".join(piece.text for piece in answered([*ids, *end]))
+    assert text == "".join(pieces) == tokenizer.decode(ids) == "ok \ufffd"
 
 
-def test_bytes_that_are_no_text_come_as_the_tokenizer_shows_them() -> None:
-    tokenizer, chance = byte_tokenizer(), random.Random(0)
-    for _ in range(20):
-        ids = [chance.randrange(259) for _ in range(30)]
-        growing = IncrementalText(tokenizer)
-        expected = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False).rstrip("\ufffd")
-        assert "".join(growing.push(token) for token in ids) == expected
+def test_a_stop_text_is_found_also_in_what_is_held_back_to_the_end() -> None:
+    ids = byte_tokenizer()("ok 🦤", add_special_tokens=False)["input_ids"][:-2]
+    pieces = answered(ids, stop=[" \ufffd"])
+    assert ("".join(piece.text for piece in pieces), pieces[-1].finish) == ("ok", "stop")
+
+
+def test_bytes_that_are_no_text_are_given_while_they_come() -> None:
+    first = byte_tokenizer()("🦤", add_special_tokens=False)["input_ids"][0]
+    given = [len(piece.text) for piece in answered([first] * 200)]
+    assert sum(given) == 200 and max(given[:-1]) <= FEW + 1
 
 
 def test_text_ends_before_the_first_stop_text_however_it_is_cut() -> None:

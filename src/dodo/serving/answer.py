@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dodo.errors import DodoError
+from dodo.pieces import IncrementalText
 from dodo.serving.request import Piece, Request
 
-__all__ = ["Answer", "IncrementalText", "StopTexts", "nucleus"]
+__all__ = ["Answer", "StopTexts", "nucleus"]
 
 
 COLDEST = 1e-5
@@ -63,18 +64,25 @@ class Answer:
             )
         token = likeliest if self._greedy else self._sample(logits)
         if token in self._ends:
-            return token, Piece(None, self._stops.rest(), finish="stop")
+            return token, Piece(None, self._rest()[0], finish="stop")
         self._tokens += 1
         text, stopped = self._stops.push(self._text.push(token))
-        finish: Literal["stop", "length"] | None = "stop" if stopped else None
-        if finish is None and self._tokens == self._request.max_new_tokens:
-            text, finish = text + self._stops.rest(), "length"
+        last = not stopped and self._tokens == self._request.max_new_tokens
+        if last:
+            more, stopped = self._rest()
+            text += more
+        finish: Literal["stop", "length"] | None = "stop" if stopped else "length" if last else None
         if self._request.top_logprobs is None:
             return token, Piece(token, text, finish=finish)
         logprobs = logits.log_softmax(-1)
         values, ids = logprobs.topk(min(self._request.top_logprobs, len(logits)))
         top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
         return token, Piece(token, text, float(logprobs[token]), top, finish)
+
+    def _rest(self) -> tuple[str, bool]:
+        """What was held back, when no more tokens come, and whether a stop text ended it."""
+        text, stopped = self._stops.push(self._text.rest())
+        return (text, True) if stopped else (text + self._stops.rest(), False)
 
     def _sample(self, logits: Tensor) -> int:
         """By one random number, over the tokens in the vocabulary's order: so logits that differ by a rounding, as they do in
@@ -105,42 +113,6 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     likeliest, order = probabilities[tokens].sort(descending=True)
     before = likeliest.cumsum(-1) - likeliest
     return tokens[order[before < top_p].sort().values]
-
-
-class IncrementalText:
-    """The text of a growing list of tokens, in complete characters.
-
-    Joined, the pieces are the tokens' text, special tokens left out, but for an incomplete character at its end.
-
-    Args:
-        tokenizer: which decodes.
-        behind: the token that the text goes on behind: some tokenizers leave out a text's first space. None: a text of its own.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, behind: int | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = [] if behind is None else [behind]
-        self._start = 0  # decoded are the tokens from here
-        self._read = len(self._ids)  # those up to here are context, and known
-        self._known = len(self._decode(0))  # characters of that which have been given
-        if self._known and self._decode(0).endswith("\ufffd"):  # half a character
-            self._ids, self._read, self._known = [], 0, 0
-
-    def push(self, token: int) -> str:
-        """What is certain with one token more, and was not before."""
-        self._ids.append(token)
-        whole = self._decode(self._start)
-        certain = whole.rstrip("\ufffd")  # the beginning of a character shows as this mark
-        new = certain[self._known :]
-        self._known = max(self._known, len(certain))
-        if new and certain == whole:
-            self._start, self._read = self._read, len(self._ids)
-            self._known = len(self._decode(self._start))
-        return new
-
-    def _decode(self, start: int) -> str:
-        ids = self._ids[start:]
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class StopTexts:
