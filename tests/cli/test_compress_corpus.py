@@ -11,8 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from dodo.corpus.documents import Failure, documents, files_of
+from dodo import Dodo
+from dodo.corpus.documents import DOCUMENTS, Failure, documents, files_of
+from dodo.corpus.work import PADDING, TOKENS
+from dodo.errors import InputError
 from dodo.nuggets import Nuggets
 from dodo.nuggets_file import save
 from tests.cli.conftest import COMMAND
@@ -65,6 +69,30 @@ def index(out):
     return [json.loads(line) for line in (out / "index.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def assert_equal_nuggets(one, other):
+    """Of two files, however many texts were compressed with theirs."""
+    a, b = Nuggets.load(one), Nuggets.load(other)
+    told = ("ratio", "use", "scheme", "fingerprint")
+    assert [getattr(a, name) for name in told] == [getattr(b, name) for name in told]
+    for name in ("indices", "positions", "token_ids", "mask", "lengths", "next_positions", "sinks"):
+        assert torch.equal(getattr(a, name), getattr(b, name))
+    for name in ("keys", "values", "scores"):
+        torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Lengths of the texts of each pass."""
+    lengths, whole = [], Dodo.compress_ids
+
+    def noted(self, rows, **how):
+        lengths.append([len(row) for row in rows])
+        return whole(self, rows, **how)
+
+    monkeypatch.setattr(Dodo, "compress_ids", noted)
+    return lengths
+
+
 def written(out):
     return {path.name: path.stat().st_mtime_ns for path in out.glob("*.nuggets")}
 
@@ -75,7 +103,7 @@ def test_each_document_has_a_row_and_the_file_that_compress_would_write(compress
     rows = index(out)
     assert [row["document"] for row in rows] == NAMES
     run("compress", corpus / "a.txt", "-o", out.parent / "one", "--ratio", "4", "--storage", "int8", "--model", models.base)
-    assert (out / rows[0]["file"]).read_bytes() == (out.parent / "one").read_bytes()
+    assert (out / rows[0]["file"]).read_bytes() == (out.parent / "one").read_bytes()  # by itself in its batch
     for row in rows:
         nuggets = Nuggets.load(out / row["file"])
         assert (row["n"], row["k"], row["states"]) == (int(nuggets.lengths), int(nuggets.k), int(nuggets.states))
@@ -110,7 +138,9 @@ def test_a_file_or_a_row_cut_short_does_not_count(compress, corpus, out):
     (out / "index.jsonl").write_bytes((out / "index.jsonl").read_bytes()[:-9])
     (out / f".{rows[1]['file']}.xyz.part").write_bytes(b"left by one that was killed")
     assert compress(corpus)["skipped"] == 3
-    assert {path.name: path.read_bytes() for path in out.glob("*.nuggets")} == whole
+    assert {path.name: len(path.read_bytes()) for path in out.glob("*.nuggets")} == {
+        name: len(data) for name, data in whole.items()
+    }
     assert index(out) == rows
     assert not list(out.glob(".*.part"))
 
@@ -169,20 +199,77 @@ def test_a_folder_that_can_not_be_listed_is_handed_on(monkeypatch, tmp_path):
     assert [one.name for one in documents(files, tmp_path) if isinstance(one, Failure)] == ["shut"]
 
 
+def test_documents_compressed_together_make_the_files_that_they_make_alone(compress, out, tmp_path, run, models, passes):
+    (tmp_path / "texts").mkdir()
+    for number in range(24):
+        (tmp_path / f"texts/{number:02}.txt").write_text(TEXT[number : 40 + 2 * number], encoding="utf-8")
+    (tmp_path / "texts/long.txt").write_text(TEXT * 4, encoding="utf-8")
+    (tmp_path / "texts/longer.txt").write_text(TEXT[1:] * 4, encoding="utf-8")
+    assert compress(tmp_path / "texts", "--model", models.trained)["failed"] == []
+    together = list(passes)
+    assert sorted(len(lengths) for lengths in together)[:2] == [1, 1] and len(together) < 10
+    for lengths in together:
+        assert len(lengths) == 1 or max(lengths) <= 512  # the window
+        assert max(lengths) * len(lengths) <= TOKENS or len(lengths) == 1
+        assert sum(lengths) >= (1 - PADDING) * max(lengths) * len(lengths)
+    rows = index(out)
+    assert [row["document"] for row in rows] == sorted(path.name for path in (tmp_path / "texts").iterdir())
+    for row in rows:
+        one = tmp_path / row["document"]
+        run("compress", tmp_path / "texts" / row["document"], "-o", one, "--model", models.trained)
+        assert_equal_nuggets(out / row["file"], one)
+        assert row["warnings"] == [] or row["document"].startswith("long")
+
+
+def test_a_document_that_fails_takes_none_of_its_batch_with_it(compress, corpus, out, monkeypatch, passes):
+    whole = Dodo.compress_ids
+    (corpus / "bad.txt").write_text("Bad line.", encoding="utf-8")
+    (corpus / "half.jsonl").write_text(json.dumps({"text": "\ud800"}), encoding="utf-8")
+
+    def failing(self, rows, **how):
+        made = whole(self, rows, **how)
+        if self.document_ids("Bad line.") in rows:
+            raise InputError("a token's score is not finite")
+        return made
+
+    monkeypatch.setattr(Dodo, "compress_ids", failing)
+    report = compress(corpus)
+    assert max(map(len, passes)) > 1
+    (bad, half) = report["failed"]
+    assert bad == {"document": "bad.txt", "error": "a token's score is not finite"}
+    assert half["document"] == "half.jsonl#1"
+    assert [row["document"] for row in index(out)] == NAMES
+
+
 def test_a_text_that_does_not_fit_the_memory_stops_nothing(compress, corpus, monkeypatch):
-    from dodo import Dodo
+    whole = Dodo.compress_ids
 
-    whole = Dodo.compress
-
-    def little(self, text, **how):
-        if text.startswith("# Pigeons"):
+    def little(self, rows, **how):
+        if len(rows) > 1 or self.document_ids("# Pigeons\n\nThere are many.") in rows:
             raise RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-        return whole(self, text, **how)
+        return whole(self, rows, **how)
 
-    monkeypatch.setattr(Dodo, "compress", little)
+    monkeypatch.setattr(Dodo, "compress_ids", little)
     report = compress(corpus)
     assert [failure["document"] for failure in report["failed"]] == ["b/c.md"]
-    assert report["documents"] == 4 and "too little memory for its 26 characters" in report["failed"][0]["error"]
+    assert report["documents"] == 4 and "too little memory for its 20 tokens" in report["failed"][0]["error"]
+
+
+def test_an_interruption_loses_the_documents_under_way_and_no_more(compress, corpus, out, run, models, monkeypatch):
+    whole = Dodo.compress_ids
+    for number in range(2 * DOCUMENTS):
+        (corpus / f"more-{number:02}.txt").write_text(f"Number {number:02}.", encoding="utf-8")
+
+    def interrupted(self, rows, **how):
+        if self.document_ids(f"Number {DOCUMENTS:02}.") in rows:
+            raise KeyboardInterrupt
+        return whole(self, rows, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Dodo, "compress_ids", interrupted)
+        assert run("compress-corpus", corpus, out, "--model", models.base).exit_code == 130
+    assert len(index(out)) == DOCUMENTS
+    assert compress(corpus)["skipped"] == DOCUMENTS
 
 
 def test_what_an_earlier_run_wrote_inside_the_input_is_not_read(compress, corpus):
@@ -210,7 +297,7 @@ def test_a_file_is_read_as_it_is_by_compress(compress, corpus, out, run, models)
     (corpus / "f.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "Marked."}\n')
     assert compress(corpus, "--ratio", "4")["failed"] == []
     run("compress", corpus / "a.txt", "-o", out.parent / "one", "--ratio", "4", "--model", models.base)
-    assert (out / index(out)[0]["file"]).read_bytes() == (out.parent / "one").read_bytes()
+    assert_equal_nuggets(out / index(out)[0]["file"], out.parent / "one")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="such names can't be")
@@ -327,9 +414,9 @@ def test_several_workers_write_what_one_writes_and_go_on_after_a_kill(compress, 
     assert report["skipped"] >= done - 1  # the last row may have been cut short
     alone = compress(corpus, into=out.parent / "alone")
     assert alone["documents"] == 45
-    assert {path.name: path.read_bytes() for path in out.glob("*.nuggets")} == {
-        path.name: path.read_bytes() for path in (out.parent / "alone").glob("*.nuggets")
-    }
+    assert set(written(out)) == set(written(out.parent / "alone"))
+    for name in written(out):
+        assert_equal_nuggets(out / name, out.parent / "alone" / name)
 
 
 @pytest.mark.slow
@@ -344,9 +431,9 @@ def test_workers_on_ray_write_what_one_process_writes_and_skip_what_is_done(comp
     told = ("exit_code", "documents", "failed", "n", "states", "bytes_files")  # what occurs twice may be made twice
     assert [report[name] for name in told] == [alone[name] for name in told]
     assert index(out) == index(out.parent / "alone")
-    assert {path.name: path.read_bytes() for path in out.glob("*.nuggets")} == {
-        path.name: path.read_bytes() for path in (out.parent / "alone").glob("*.nuggets")
-    }
+    assert set(written(out)) == set(written(out.parent / "alone"))
+    for name in written(out):
+        assert_equal_nuggets(out / name, out.parent / "alone" / name)
     before, rows = written(out), index(out)
     assert compress(corpus, *cluster)["skipped"] == report["documents"]
     assert (written(out), index(out)) == (before, rows)

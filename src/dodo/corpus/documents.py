@@ -4,18 +4,20 @@ What can't be read is handed on as a failure in its place, so that the rest is r
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dodo.data.reading import read_each, text_field
 from dodo.errors import InputError
 
-__all__ = ["INDEX", "SUFFIXES", "Document", "Failure", "documents", "files_of"]
+__all__ = ["INDEX", "SUFFIXES", "Document", "Failure", "documents", "files_of", "pieces"]
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.xz", ".jsonl.gz", ".parquet")
 INDEX = "index.jsonl"
 """In a folder that documents are compressed into, beside their nuggets."""
+DOCUMENTS, CHARACTERS = 32, 8192
+"""Of a piece of work: it ends with the document that makes it so large."""
 
 
 @dataclass(frozen=True)
@@ -99,3 +101,17 @@ def documents(files: Sequence[Path], source: Path) -> Iterator[Document | Failur
                     yield Failure(here, str(error))
         except InputError as error:
             yield Failure(name, str(error) if whole else f"{error}; read as far as record {number}")
+
+
+def pieces(found: Iterable[Document | Failure]) -> Iterator[list[Document | Failure]]:
+    """Documents and failures, in order, as many at a time as one worker takes: DOCUMENTS of them, or CHARACTERS of text."""
+    piece: list[Document | Failure] = []
+    characters = 0
+    for one in found:
+        piece.append(one)
+        characters += len(one.text) if isinstance(one, Document) else 0
+        if len(piece) == DOCUMENTS or characters >= CHARACTERS:
+            yield piece
+            piece, characters = [], 0
+    if piece:
+        yield piece

@@ -1,8 +1,8 @@
 """The same as `run`, on Ray: files are read by tasks, and documents compressed by actors, on any machine of a cluster.
 
-    files -> read: a block for each document -> compress: an actor with a model -> rows, in the order of the corpus
+    files -> read: a block for each piece of work -> compress: an actor with a model -> outcomes, in the order of the corpus
 
-Ray Data moves the blocks, and reads no further ahead than they are compressed. Rows travel as JSON, for a text may hold what
+Ray Data moves the blocks, and reads no further ahead than they are compressed. Pieces travel as JSON, for a text may hold what
 Arrow's strings may not. This process writes the index, as the rows come; files go to `out` from where they are made, so all
 machines must see `source` and `out` under these names. A run that was cut off has rows for all documents up to some place, and
 files beyond it, which are made again; so is a text that occurs twice in the corpus, which makes the same file.
@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dodo.cluster import joined
-from dodo.corpus.documents import Document, Failure, documents, files_of
-from dodo.corpus.index import Index
+from dodo.corpus.documents import DOCUMENTS, Document, documents, files_of, pieces
 from dodo.corpus.output import Report, opened
-from dodo.corpus.work import Settings, compress, file_of, fingerprint, key_of
-from dodo.errors import DodoError, InputError
+from dodo.corpus.work import Settings, compress, fingerprint, key_of
+from dodo.errors import DodoError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -62,11 +61,12 @@ def compress_corpus_on_ray(
         context = data.DataContext.get_current().copy()
         context.execution_options.preserve_order = True
         context.enable_progress_bars = False
-        context.target_max_block_size = 1  # a block for each document, so that each may go to another worker
+        context.target_max_block_size = 1  # a block for each piece of work, so that each may go to another worker
         try:
             with data.DataContext.current(context):
-                rows = (
-                    data.from_items([{"file": str(path)} for path in files], override_num_blocks=len(files))
+                together = min(DOCUMENTS, -(-len(files) // workers))  # files that may hold one document each
+                done = (
+                    data.from_items([{"file": str(path)} for path in files], override_num_blocks=-(-len(files) // together))
                     .map_batches(
                         _read,
                         fn_kwargs={"source": source},
@@ -83,8 +83,9 @@ def compress_corpus_on_ray(
                         compute=data.ActorPoolStrategy(size=workers),
                     )
                 )
-                for row in rows.iter_rows():
-                    _take(json.loads(row["row"]), report, index, source)
+                for row in done.iter_rows():
+                    for found in json.loads(row["piece"]):
+                        report.take(found, index, source)
                     progress(report.done)
         except ray.exceptions.RayError as error:
             raise DodoError(f"a worker failed: {_reason(error)}; what is done stays done") from None
@@ -112,28 +113,22 @@ def _reason(error: Any) -> str:
     return f"{type(first).__name__}: {lines[-1]}{'; perhaps for want of memory: try fewer workers' if died else ''}"
 
 
-def _take(row: dict[str, Any], report: Report, index: Index, source: Path) -> None:
-    if "stop" in row:
-        raise DodoError(row["stop"])
-    if "error" in row:
-        report.failures.append(Failure(row["document"], row["error"]))
-        return
-    report.skipped += row["made"] is None
-    report.rows.append(index.put(row["document"], row["key"], row["made"], source=source))
-
-
 # -- in a worker
 
 
 def _read(batch: "pa.Table", *, source: Path) -> Iterator["pa.Table"]:
-    """Documents and failures of files, each as a block of one row."""
-    for document in documents([Path(file) for file in batch["file"].to_pylist()], source):
-        text = {"text": document.text} if isinstance(document, Document) else {"error": document.error}
-        yield _block({"document": document.name, **text})
+    """Documents and failures of files, each piece of work as a block of one row."""
+    for piece in pieces(documents([Path(file) for file in batch["file"].to_pylist()], source)):
+        yield _block(
+            [
+                {"document": one.name, **({"text": one.text} if isinstance(one, Document) else {"error": one.error})}
+                for one in piece
+            ]
+        )
 
 
 class _Compress:
-    """An actor: compresses documents, one a call.
+    """An actor: compresses documents, a piece of work a call.
 
     Args:
         settings: how.
@@ -148,29 +143,23 @@ class _Compress:
             initializer()
 
     def __call__(self, batch: "pa.Table") -> Iterator["pa.Table"]:
-        for text in batch["row"].to_pylist():
-            yield _block(self._row(json.loads(text)))
+        for piece in batch["piece"].to_pylist():
+            found = self._outcomes(json.loads(piece))
+            yield _block(sorted(found, key=lambda one: "stop" in one))  # what is done stays done
 
-    def _row(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What is to be told of a document: made as a row says it, None if it was done before; an error; or a reason to stop."""
-        if "error" in given:
-            return given
+    def _outcomes(self, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What came of each document, as `Report.take` takes it."""
         try:
-            key = key_of(given["text"], fingerprint(self._settings, None), self._settings)
+            model = fingerprint(self._settings, None)
+            keys = [key_of(one["text"], model, self._settings) if "text" in one else "" for one in given]
+            texts = {key: one["text"] for one, key in zip(given, keys, strict=True) if key and key not in self._done}
+            made = compress(self._settings, None, texts, self._out)
         except (DodoError, OSError) as error:  # the model can't be loaded
-            return {"stop": str(error)}
-        done = {"document": given["document"], "key": key}
-        if key in self._done:
-            return {**done, "made": None}
-        try:
-            return {**done, "made": compress(self._settings, None, given["text"], file_of(self._out, key))}
-        except InputError as error:
-            return {"document": given["document"], "error": str(error)}
-        except (DodoError, OSError) as error:
-            return {"stop": str(error)}
+            return [{"stop": str(error)}]
+        return [{"made": None} | one | {"key": key} | made.get(key, {}) for one, key in zip(given, keys, strict=True)]
 
 
-def _block(row: dict[str, Any]) -> "pa.Table":
+def _block(piece: list[dict[str, Any]]) -> "pa.Table":
     import pyarrow as pa
 
-    return pa.table({"row": [json.dumps(row)]})
+    return pa.table({"piece": [json.dumps(piece)]})

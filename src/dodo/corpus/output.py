@@ -35,6 +35,25 @@ class Report:
         """How many documents are done or have failed."""
         return len(self.rows) + len(self.failures)
 
+    def take(self, found: dict[str, Any], index: Index, source: Path) -> None:
+        """Note what came of a document, and write its row.
+
+        Args:
+            found: `document`, its name; `key`; and `made`, `error` or `stop`, see `work.Outcome`. `made` is None if its file was
+                there.
+            index, source: see `Index.put`.
+
+        Raises:
+            DodoError: its file could not be written.
+        """
+        if "stop" in found:
+            raise DodoError(found["stop"])
+        if "error" in found:
+            self.failures.append(Failure(found["document"], found["error"]))
+            return
+        self.skipped += found["made"] is None
+        self.rows.append(index.put(found["document"], found["key"], found["made"], source=source))
+
 
 @contextmanager
 def opened(out: Path) -> Iterator[Index]:

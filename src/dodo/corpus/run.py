@@ -10,15 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dodo.corpus.documents import Document, Failure, documents, files_of
+from dodo.corpus.documents import Document, Failure, documents, files_of, pieces
 from dodo.corpus.output import Report, opened
-from dodo.corpus.work import Settings, compress, file_of, fingerprint, forget, key_of
-from dodo.errors import DodoError, InputError
+from dodo.corpus.work import Outcome, Settings, compress, fingerprint, forget, key_of
+from dodo.errors import DodoError
 
 __all__ = ["compress_corpus"]
 
-_AHEAD = 4
-"""Documents that are read ahead, for each worker."""
+_AHEAD = 2
+"""Pieces of work for each worker: one that it does, and the next one."""
+
+_Taken = tuple[Document | Failure, str, Future[dict[str, Outcome]] | None]
+"""A document, its key, and the piece of work that compresses it; None if its file is there."""
 
 
 def compress_corpus(
@@ -52,36 +55,38 @@ def compress_corpus(
     with opened(out) as index, _executor(workers, initializer) as executor:
         threads = None if workers == 1 else max(1, (os.cpu_count() or 1) // workers)
         model: str = executor.submit(fingerprint, settings, threads).result()
-        waiting: deque[tuple[Document | Failure, str, Future[dict[str, Any]] | None]] = deque()
-        running: dict[str, Future[dict[str, Any]]] = {}
+        waiting: deque[list[_Taken]] = deque()
+        running: dict[str, Future[dict[str, Outcome]]] = {}
 
         def finish() -> None:
-            document, key, future = waiting.popleft()
-            running.pop(key, None)
-            if isinstance(document, Failure):
-                report.failures.append(document)
-            else:
-                try:
-                    made = None if future is None else future.result()
-                    report.rows.append(index.put(document.name, key, made, source=source))
-                    report.skipped += future is None
-                except InputError as error:
-                    report.failures.append(Failure(document.name, str(error)))
+            found = [_outcome(*taken) for taken in waiting.popleft()]
+            for one in sorted(found, key=lambda one: "stop" in one):  # what is done stays done
+                running.pop(one["key"], None)
+                report.take(one, index, source)
             progress(report.done)
 
-        for document in documents(files, source):
-            if isinstance(document, Failure):
-                waiting.append((document, "", None))
-            else:
-                key = key_of(document.text, model, settings)
-                if not index.has(key) and key not in running:
-                    running[key] = executor.submit(compress, settings, threads, document.text, file_of(out, key))
-                waiting.append((document, key, running.get(key)))
-            while len(waiting) > _AHEAD * workers:
+        for piece in pieces(documents(files, source)):
+            keys = ["" if isinstance(one, Failure) else key_of(one.text, model, settings) for one in piece]
+            texts = {
+                key: one.text
+                for one, key in zip(piece, keys, strict=True)
+                if not isinstance(one, Failure) and not index.has(key) and key not in running
+            }
+            if texts:
+                running |= dict.fromkeys(texts, executor.submit(compress, settings, threads, texts, out))
+            waiting.append([(one, key, running.get(key)) for one, key in zip(piece, keys, strict=True)])
+            while waiting and (len(waiting) > _AHEAD * workers or all(not at or at.done() for _, _, at in waiting[0])):
                 finish()
         while waiting:
             finish()
     return report
+
+
+def _outcome(document: Document | Failure, key: str, piece: Future[dict[str, Outcome]] | None) -> dict[str, Any]:
+    """As `Report.take` takes it."""
+    if isinstance(document, Failure):
+        return {"document": document.name, "key": key, "error": document.error}
+    return {"document": document.name, "key": key, **({"made": None} if piece is None else piece.result()[key])}
 
 
 @contextmanager
