@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is an extra")
     from lm_eval.models.huggingface import HFLM
 
+    from dodo.evaluation import harness
     from dodo.evaluation.harness import DodoLM
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -75,6 +76,49 @@ def test_a_context_is_compressed_but_for_its_end(base: Path) -> None:
         logits = dodo.compressor.decode(nuggets, torch.tensor([ids[-6:] + behind[:-1]]))[0, 5:].float()
     wanted = logits.log_softmax(-1).gather(1, torch.tensor(behind)[:, None]).sum()
     assert found == pytest.approx(float(wanted), abs=1e-4)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_a_context_is_compressed_once_for_all_its_continuations(
+    fresh: Dodo, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [" bird", " fish, and no more", " dodo", " ship of"]
+    pairs = [(context, option) for option in options for context in (TEXT[:90], TEXT, TEXT[20:110])]
+    alone = [DodoLM(fresh, ratio=3, whole=6).loglikelihood(asked(pair))[0] for pair in pairs]
+    compressed, compress_ids = [], fresh.compress_ids
+
+    def noted(rows: list[list[int]], **how: Any) -> Any:
+        compressed.extend(rows)
+        return compress_ids(rows, **how)
+
+    monkeypatch.setattr(fresh, "compress_ids", noted)
+    together = DodoLM(fresh, ratio=3, whole=6, batch_size=batch_size).loglikelihood(asked(*pairs))
+    assert len(compressed) == 3
+    for (a, greedy), (b, wanted) in zip(together, alone, strict=True):
+        assert a == pytest.approx(b, abs=1e-4)
+        assert greedy == wanted
+
+
+def test_a_continuation_of_no_tokens_is_certain(fresh: Dodo) -> None:
+    ours = DodoLM(fresh, ratio=3)
+    for context in (fresh.document_ids(TEXT), [5]):
+        assert ours._loglikelihood_tokens([(("", ""), context, [])], disable_tqdm=True) == [(0.0, True)]
+
+
+def test_logits_are_made_of_a_few_tokens_at_a_time(fresh: Dodo, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = DodoLM(fresh, ratio=1)
+    whole = ours.loglikelihood_rolling(asked((TEXT,)))
+    monkeypatch.setattr("dodo.evaluation.harness._ROWS", 7)
+    rows, logits_of = [], harness.logits_of
+
+    def noted(base: Any, states: torch.Tensor) -> torch.Tensor:
+        rows.append(len(states))
+        return logits_of(base, states)
+
+    monkeypatch.setattr(harness, "logits_of", noted)
+    monkeypatch.setattr(type(fresh.compressor.base), "forward", None)  # which would make those of all of them
+    assert ours.loglikelihood_rolling(asked((TEXT,))) == pytest.approx(whole, abs=1e-4)
+    assert len(rows) > 20 and max(rows) == 7
 
 
 def test_a_task_of_the_harness_runs_on_local_data(fresh: Dodo, theirs: HFLM, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ continuation or writes one. Texts that are scored whole (`loglikelihood_rolling`
 fresh adapters and no kept first token, all numbers are those of the harness's own `hf` model on the same base.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,8 +28,12 @@ from dodo.architecture import backbone, logits_of
 from dodo.errors import InputError
 from dodo.generation import pad_rows
 from dodo.model import Dodo
+from dodo.nuggets import Nuggets
 
 __all__ = ["DodoLM"]
+
+_ROWS = 256
+"""Tokens whose logits are held at a time: in fp32, those of a long text take more memory than a small base."""
 
 
 @register_model("dodo")
@@ -40,7 +45,7 @@ class DodoLM(TemplateLM):
         ratio: tokens per nugget; None: the configured one.
         whole: tokens at the end of a context that are not compressed, at least 1.
         window, segment: of the autoregressive LM; see `Dodo.autoregressive`.
-        batch_size: contexts at a time.
+        batch_size: contexts at a time, each compressed once for all its continuations; and continuations at a time.
         max_gen_toks: tokens written, where a task does not say.
         device, dtype: where the model is loaded. The harness asks for `cuda:0` unless told otherwise; where there is none, the
             default device is taken, as its own models do.
@@ -124,37 +129,41 @@ class DodoLM(TemplateLM):
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]))
-        short = [i for i in order if len(requests[i][1]) < 2]
+        continuations = [continuation for _, _, continuation in requests]
+        documents, prompts = self._split([context for _, context, _ in requests])
+        asked_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for i, document in enumerate(documents):
+            asked_of[tuple(document)].append(i)
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Scoring continuations")
-        for some in [*_batches([i for i in order if i not in set(short)], self.batch_size), *([i] for i in short)]:
-            contexts, continuations = [requests[i][1] for i in some], [requests[i][2] for i in some]
-            for i, logits, wanted in zip(some, self._logits(contexts, continuations), continuations, strict=True):
-                found[i] = _likelihood(logits, wanted)
-            bar.update(len(some))
+
+        for i in asked_of.pop((), []):
+            found[i] = _likelihood(self._read(prompts[i] + continuations[i][:-1]), continuations[i], self.dodo)
+            bar.update()
+        for some in _batches(sorted(asked_of, key=len, reverse=True), self.batch_size):
+            nuggets = self.dodo.compress_ids([list(document) for document in some], ratio=self.ratio)
+            asked = [(i, place) for place, document in enumerate(some) for i in asked_of[document]]
+            for part in _batches(asked, self.batch_size):
+                rows = [prompts[i] + continuations[i][:-1] for i, _ in part]
+                ids, mask = pad_rows(rows, 0, left=False, device=self.dodo.device)
+                held = Nuggets.stack([nuggets[place] for _, place in part])
+                states = self.dodo.compressor.decode(held, ids, mask, states=True)
+                for i, state, row in zip((i for i, _ in part), states, rows, strict=True):
+                    found[i] = _likelihood(state[: len(row)], continuations[i], self.dodo)
+                bar.update(len(part))
         bar.close()
         return found
 
-    def _logits(self, contexts: Sequence[list[int]], continuations: Sequence[list[int]]) -> Iterator[Tensor]:
-        """fp32 [n, V] for the n tokens of each continuation."""
-        compressor, device = self.dodo.compressor, self.dodo.device
-        if len(contexts[0]) < 2:  # nothing to compress
-            ids = torch.tensor([contexts[0] + continuations[0][:-1]], device=device)
-            with compressor.adapters.use(THETA):
-                states = backbone(compressor.base)(input_ids=ids, use_cache=False).last_hidden_state
-            yield logits_of(compressor.base, states[0, -len(continuations[0]) :])
-            return
-        documents, prompts = self._split(contexts)
-        nuggets = self.dodo.compress_ids(documents, ratio=self.ratio)
-        rows = [prompt + continuation[:-1] for prompt, continuation in zip(prompts, continuations, strict=True)]
-        ids, mask = pad_rows(rows, 0, left=False, device=device)
-        states = compressor.decode(nuggets, ids, mask, states=True)
-        for state, row, continuation in zip(states, rows, continuations, strict=True):
-            yield logits_of(compressor.base, state[len(row) - len(continuation) : len(row)])
+    def _read(self, ids: list[int]) -> Tensor:
+        """States [T, d] of tokens with nothing before them."""
+        compressor = self.dodo.compressor
+        with compressor.adapters.use(THETA):
+            read = backbone(compressor.base)(input_ids=torch.tensor([ids], device=self.dodo.device), use_cache=False)
+        states: Tensor = read.last_hidden_state[0]
+        return states
 
     def _split(self, contexts: Iterable[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-        """What is compressed of each context, and what is not."""
-        cuts = [(context, max(1, len(context) - self.whole)) for context in contexts]
+        """What is compressed of each context, and what is not; of one token there is nothing to compress."""
+        cuts = [(context, max(1, len(context) - self.whole) if len(context) > 1 else 0) for context in contexts]
         return [context[:cut] for context, cut in cuts], [context[cut:] for context, cut in cuts]
 
     @torch.no_grad()
@@ -165,8 +174,8 @@ class DodoLM(TemplateLM):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
             total = 0.0
             for read, wanted in get_rolling_token_windows(tokens, self.prefix_token_id, lm.longest, 1):
-                logits = lm.forward(torch.tensor([read], device=self.dodo.device))[0, -len(wanted) :].float()
-                total += _likelihood(logits, wanted)[0]
+                states = lm.forward(torch.tensor([read], device=self.dodo.device), states=True)[0]
+                total += _likelihood(states, wanted, self.dodo)[0]
             found.append(total)
         return found
 
@@ -205,15 +214,19 @@ class DodoLM(TemplateLM):
         return texts
 
 
-def _batches(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (items[i : i + size] for i in range(0, len(items), size))
 
 
-def _likelihood(logits: Tensor, wanted: Sequence[int]) -> tuple[float, bool]:
-    """Sum of log p, and whether each token is the likeliest."""
-    targets = torch.tensor(list(wanted), device=logits.device)
-    likelihood = logits.log_softmax(-1).gather(1, targets[:, None]).sum()
-    return float(likelihood), bool((logits.argmax(-1) == targets).all())
+def _likelihood(states: Tensor, wanted: Sequence[int], dodo: Dodo) -> tuple[float, bool]:
+    """Sum of log p, and whether each token is the likeliest, of the tokens behind the last states of [T, d]."""
+    targets = torch.tensor(list(wanted), dtype=torch.long, device=states.device)
+    total, greedy = 0.0, True
+    for some, behind in zip(states[len(states) - len(targets) :].split(_ROWS), targets.split(_ROWS), strict=True):
+        logits = logits_of(dodo.compressor.base, some)
+        total -= float(torch.nn.functional.cross_entropy(logits, behind, reduction="sum"))
+        greedy &= bool((logits.argmax(-1) == behind).all())
+    return total, greedy
 
 
 if __name__ == "__main__":
