@@ -1,4 +1,4 @@
-"""Files that take the place of others, whole, as others may read them."""
+"""Files that take the place of others, whole, as others may read them; and how a nuggets file is told from a text."""
 
 import os
 import tempfile
@@ -6,7 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["for_all_to_read", "replacing", "write_whole"]
+__all__ = ["for_all_to_read", "is_safetensors", "replacing", "write_whole"]
+
+_LARGEST_HEADER = 100_000_000
+"""Bytes; safetensors' own limit. Eight bytes of text, read as a number, are far above it."""
+
+
+def is_safetensors(data: bytes) -> bool:
+    """Whether a file with these contents, or this beginning, is a safetensors file, as nuggets files are: it begins with the size
+    of its header, a small number, and the header.
+
+    >>> is_safetensors((100).to_bytes(8, "little") + b"{"), is_safetensors(b"A text.\\n{ and more}"), is_safetensors(b"")
+    (True, False, False)
+    """
+    return data[8:9] == b"{" and int.from_bytes(data[:8], "little") <= _LARGEST_HEADER
 
 
 def for_all_to_read(path: str | Path) -> None:

@@ -174,22 +174,19 @@ def test_adapters_without_memory_tokens_are_refused(run, models, texts):
     assert "recipes/smollm2-135m-icae.yaml trains a set" in result.stderr
 
 
-def test_the_command_line_knows_all_tasks_and_methods():
-    from dodo.cli import evaluate
+def test_every_name_of_a_task_or_method_has_what_it_names():
     from dodo.evaluation.endless import READERS
     from dodo.evaluation.language_models import LANGUAGE_MODELS
     from dodo.evaluation.methods import METHODS
-    from dodo.evaluation.peers import PEERS
-    from dodo.evaluation.run import WITHOUT_RATIO
+    from dodo.evaluation.names import METHODS_OF, PEERS, WITHOUT_RATIO
     from dodo.evaluation.tasks import TASKS
 
-    assert set(evaluate.TASKS) == {*TASKS, "highlight", "optimal-selection", "efficiency", "perplexity", "endless"}
-    assert set(evaluate.TASKS["endless"]) == set(READERS)
-    assert evaluate.WITHOUT_RATIO == WITHOUT_RATIO
-    assert sorted(evaluate.PEERS) == sorted(PEERS)
-    assert set(evaluate.TASKS["squad"]) == {*METHODS, *PEERS}
-    assert all(set(evaluate.TASKS[task]) <= {*METHODS, *PEERS} for task in TASKS)
-    assert set(evaluate.TASKS["perplexity"]) == set(LANGUAGE_MODELS)
+    assert set(METHODS_OF) == {*TASKS, "highlight", "optimal-selection", "efficiency", "perplexity", "endless"}
+    assert set(METHODS_OF["endless"]) == set(READERS)
+    assert set(METHODS_OF["squad"]) == {*METHODS, *PEERS}
+    assert all(set(METHODS_OF[task]) <= {*METHODS, *PEERS} for task in TASKS)
+    assert set(METHODS_OF["perplexity"]) == set(LANGUAGE_MODELS)
+    assert {name for names in METHODS_OF.values() for name in names} >= set(WITHOUT_RATIO)
 
 
 @pytest.mark.parametrize("method", ["top-k", "compressive", "full"])

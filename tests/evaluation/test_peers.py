@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from dodo.errors import InputError
 from dodo.evaluation.methods import make_method, states_of
-from dodo.evaluation.peers import PEERS, Peer, Pressed, Shortened, export_base, find_python, make_peer
+from dodo.evaluation.names import PEERS
 from dodo.evaluation.peers import SCRIPT as SCRIPT_OF_PEERS
+from dodo.evaluation.peers import Peer, Pressed, Shortened, export_base, find_python, make_peer
 from dodo.evaluation.worker import Worker
 from dodo.model import Dodo
 from dodo.prompts import QUESTION

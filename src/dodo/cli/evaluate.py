@@ -17,31 +17,9 @@ from dodo.cli.options import (
     ratio_value,
 )
 from dodo.cli.terminal import counter, echo_json, table
+from dodo.evaluation.names import METHODS_OF, PEERS, WITHOUT_RATIO
 
-__all__ = ["PEERS", "TASKS", "command"]
-
-PEERS = (
-    *(f"kvpress-{press}" for press in ("expected-attention", "knorm", "kvzip", "snapkv", "streaming-llm", "tova")),
-    "llmlingua",
-)
-"""Methods that run in an environment of their own."""
-
-TASKS = {
-    "autoencoding": ("dodo", "stride", "random", "icae"),
-    "multilingual": ("dodo", "stride", "random", "icae"),
-    "delimiters": ("dodo", "stride", "random"),
-    "highlight": ("dodo",),
-    "optimal-selection": ("dodo", "stride", "random"),
-    "efficiency": ("dodo", *PEERS),
-    "squad": ("dodo", "stride", "random", "icae", "full", "theta", "nodoc", "lmsumm", "truncate", *PEERS),
-    "summarization": ("dodo", "stride", "random", "icae", "full", "theta", "nodoc", "lmsumm", "truncate", *PEERS),
-    "perplexity": ("dodo", "threshold", "top-k", "stride", "compressive", "full", "theta"),
-    "endless": ("dodo", "window", "full"),
-}
-"""The methods of each task."""
-
-WITHOUT_RATIO = ("full", "theta", "nodoc", "window")
-"""Methods that hold everything, or nothing. In perplexity the ratio says where a history is whole, for all methods alike."""
+__all__ = ["command"]
 
 
 @click.command(
@@ -55,10 +33,10 @@ Examples:
   dodo evaluate perplexity --data wiki.test.tokens --states 64 --method compressive --model path/to/its/adapters
 """
 )
-@click.argument("task", type=click.Choice([*TASKS]))
+@click.argument("task", type=click.Choice([*METHODS_OF]))
 @click.option(
     "--method",
-    type=click.Choice(list(dict.fromkeys(name for names in TASKS.values() for name in names))),
+    type=click.Choice(list(dict.fromkeys(name for names in METHODS_OF.values() for name in names))),
     default="dodo",
     show_default=True,
     help="dodo; the same adapters with a stride or random selection; memory tokens, which need adapters of their own (icae); "
@@ -211,8 +189,8 @@ def _check(
     examples: int,
 ) -> None:
     """Refuse flags that don't go together, before a model is loaded."""
-    if method not in TASKS[task]:
-        raise click.UsageError(f"--method {method}: can't do {task}; its methods are {', '.join(TASKS[task])}")
+    if method not in METHODS_OF[task]:
+        raise click.UsageError(f"--method {method}: can't do {task}; its methods are {', '.join(METHODS_OF[task])}")
     given = {
         "--states": states[:1],
         "--whole": () if share is None else (share,),

@@ -1,6 +1,6 @@
 """Reading what a verb is given and writing what it makes: every check that can be made before a model is loaded.
 
-A nuggets file is told from a text by its content: it is a safetensors file, whose first eight bytes are a small number.
+A nuggets file is told from a text by its content.
 """
 
 import os
@@ -12,12 +12,9 @@ import click
 
 from dodo.data.reading import decode_text
 from dodo.errors import DodoError, InputError
-from dodo.files import replacing
+from dodo.files import is_safetensors, replacing
 
 __all__ = ["Source", "check_output", "read_source", "read_text", "write_whole"]
-
-_LARGEST_HEADER = 100_000_000
-"""Bytes; safetensors' own limit. Eight bytes of text, read as a number, are far above it."""
 
 Source = str | Path
 """A text, or the path of a nuggets file."""
@@ -31,7 +28,7 @@ def read_text(name: str) -> str:
         InputError: not UTF-8 text, empty, or a nuggets file.
     """
     data = _read(name)
-    if _is_safetensors(data):
+    if is_safetensors(data):
         raise InputError(f"{name} is a nuggets or safetensors file, not a text; ask it questions with: dodo ask {name} ...")
     return _decode(data, name)
 
@@ -45,7 +42,7 @@ def read_source(name: str) -> Source:
     """
     data = _read(name)
     if name != "-":
-        if _is_safetensors(data):
+        if is_safetensors(data):
             return Path(name)
         if Path(name).suffix == ".nuggets":
             with suppress(InputError):
@@ -103,7 +100,3 @@ def _read(name: str) -> bytes:
 
 def _decode(data: bytes, name: str) -> str:
     return decode_text(data, "standard input" if name == "-" else name)
-
-
-def _is_safetensors(data: bytes) -> bool:
-    return data[8:9] == b"{" and int.from_bytes(data[:8], "little") <= _LARGEST_HEADER

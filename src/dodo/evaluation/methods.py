@@ -20,6 +20,7 @@ from dodo.adapters import THETA, AdapterName
 from dodo.architecture import logits_of, state_bytes
 from dodo.config import Use
 from dodo.errors import InputError, WindowError
+from dodo.evaluation.names import PEERS
 from dodo.generation import generated, generation_settings, pad_rows, until_end
 from dodo.icae import Icae
 from dodo.model import Dodo
@@ -365,7 +366,7 @@ def make_method(
     """A method by its name.
 
     Args:
-        name: of `METHODS`, or of `peers.PEERS`.
+        name: of `METHODS`, or of `names.PEERS`.
         dodo: base and adapters.
         ratio: tokens per state.
         use: what documents are read for; peers do not know it.
@@ -375,7 +376,7 @@ def make_method(
     Raises:
         InputError: there is none of that name, or a peer does not start.
     """
-    from dodo.evaluation.peers import PEERS, make_peer  # they build on this module
+    from dodo.evaluation.peers import make_peer  # they build on this module
 
     if name in PEERS:
         return make_peer(name, dodo, ratio, python=peers_python)

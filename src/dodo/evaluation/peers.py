@@ -19,17 +19,7 @@ from dodo.evaluation.worker import Worker
 from dodo.model import Dodo
 from dodo.prompts import chat_turn
 
-__all__ = ["PEERS", "Peer", "Pressed", "Shortened", "around_document", "export_base", "find_python", "make_peer"]
-
-PEERS = (
-    "kvpress-expected-attention",
-    "kvpress-knorm",
-    "kvpress-kvzip",
-    "kvpress-snapkv",
-    "kvpress-streaming-llm",
-    "kvpress-tova",
-    "llmlingua",
-)
+__all__ = ["Peer", "Pressed", "Shortened", "around_document", "export_base", "find_python", "make_peer"]
 
 DEFAULT_PYTHON = Path(".venv-peers/bin/python")
 SCRIPT = Path(__file__).with_name("peers_worker.py")
@@ -42,7 +32,7 @@ class Peer(Whole):
 
     Args:
         dodo: its base, exported, is what the peer loads; its adapters play no part.
-        name: one of `PEERS`.
+        name: one of `names.PEERS`.
         ratio: tokens per state.
         python: of the peers' environment; see `find_python`.
         script: what runs there; None: `peers_worker`.
@@ -118,7 +108,7 @@ class Pressed(Peer):
 
 
 def make_peer(name: str, dodo: Dodo, ratio: float, *, python: Path | None = None) -> Peer:
-    """A peer by its name, one of `PEERS`.
+    """A peer by its name, one of `names.PEERS`.
 
     Raises:
         InputError: its environment is missing, or it can't work with this base.

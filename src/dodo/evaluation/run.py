@@ -18,6 +18,7 @@ from dodo.evaluation.endless import Endless, make_reader
 from dodo.evaluation.highlight import Highlight
 from dodo.evaluation.language_models import make_language_model
 from dodo.evaluation.methods import make_method
+from dodo.evaluation.names import METHODS_OF, WITHOUT_RATIO
 from dodo.evaluation.optimal import OptimalSelection
 from dodo.evaluation.peak import forget_peak, peak
 from dodo.evaluation.peers import Peer
@@ -27,10 +28,7 @@ from dodo.evaluation.tasks import OF_LENGTHS, TASKS, Item, Task
 from dodo.model import Dodo
 from dodo.thresholds import Pace
 
-__all__ = ["WITHOUT_RATIO", "evaluate"]
-
-WITHOUT_RATIO = ("full", "theta", "nodoc", "window")
-"""Methods that hold everything, or nothing."""
+__all__ = ["evaluate"]
 
 
 def evaluate(
@@ -59,10 +57,7 @@ def evaluate(
 
     Args:
         dodo: base and adapters.
-        task: autoencoding, multilingual, delimiters, highlight, optimal-selection, efficiency, squad, summarization,
-            perplexity or endless.
-        method: see `methods.METHODS` and `peers.PEERS`; for perplexity `language_models.LANGUAGE_MODELS`, for endless
-            `endless.READERS`.
+        task, method: see `names.METHODS_OF`.
         ratio: tokens per nugget; None: the configured one, for perplexity and endless the paper's 10.
         sources: files, patterns or `hf:` ids.
         lengths: of the texts of autoencoding, delimiters and efficiency, in tokens; none: the task's own.
@@ -84,8 +79,8 @@ def evaluate(
     Raises:
         InputError: no such task or method, data that is not of the task, or a record that is not to be replaced.
     """
-    if task not in (every := (*TASKS, Highlight.name, OptimalSelection.name, Efficiency.name, Perplexity.name, Endless.name)):
-        raise InputError(f"there is no task {task!r}; tasks are {', '.join(every)}")
+    if task not in METHODS_OF:
+        raise InputError(f"there is no task {task!r}; tasks are {', '.join(METHODS_OF)}")
     measuring: Any
     how: Any
     if task == Perplexity.name:

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from dodo.errors import InputError, UnsupportedFileError
+from dodo.files import is_safetensors
 
 __all__ = ["KINDS", "extract", "is_nuggets"]
 
@@ -19,14 +20,10 @@ KINDS = "txt, md, html, pdf, docx, nuggets"
 _LARGEST_UNPACKED = 256 * 1024**2
 """Bytes of a Word file, unpacked: a few kilobytes can unpack to more than there is memory."""
 
-_LARGEST_HEADER = 100_000_000
-"""Bytes; safetensors' own limit. Eight bytes of text, read as a number, are far above it."""
-
 
 def is_nuggets(data: bytes, name: str) -> bool:
     """Whether a file is, or says that it is, a nuggets file."""
-    safetensors = data[8:9] == b"{" and int.from_bytes(data[:8], "little") <= _LARGEST_HEADER
-    return safetensors or PurePath(name).suffix.lower() == ".nuggets"
+    return is_safetensors(data) or PurePath(name).suffix.lower() == ".nuggets"
 
 
 def extract(data: bytes, name: str) -> str:
