@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from dodo import __version__
-from dodo.cli import VERBS
+from dodo.cli import VERBS, terminal
 from dodo.errors import DodoWarning, DownloadError
 from tests.cli.conftest import COMMAND
 
@@ -145,3 +145,19 @@ def _umask() -> int:
     umask = os.umask(0)
     os.umask(umask)
     return umask
+
+
+def test_progress_off_a_terminal_is_a_line_every_half_minute(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    with terminal.counter("item") as progress:
+        for done in range(1, 101):
+            now[0] += 1
+            progress(done, 100)
+    with terminal.counter("documents") as progress:
+        now[0] += 40
+        progress(7, 0)
+    shown = capsys.readouterr().err
+    assert "\r" not in shown
+    lines = shown.splitlines()
+    assert [line.split()[0] for line in lines] == ["30%", "60%", "90%", "7documents"] and "30/100" in lines[0]

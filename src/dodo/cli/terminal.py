@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ import click
 from dodo.errors import DodoWarning
 
 __all__ = ["Reporter", "counter", "echo_json", "note", "own_warnings", "reporter", "silence_libraries", "table", "warn"]
+
+_EVERY = 30
+"""Seconds between lines of progress where there is no terminal: a log is read later."""
 
 
 def note(message: str) -> None:
@@ -77,13 +81,22 @@ def counter(unit: str, *, brief: bool = False) -> Iterator[Callable[[int, int], 
 
     Args:
         unit: what is counted.
-        brief: show nothing in the first second, and leave nothing behind.
+        brief: show no bar in the first second, and leave none behind.
     """
     from tqdm import tqdm
 
-    quiet = not sys.stderr.isatty()
-    shown = {"leave": not brief, "delay": float(brief), "mininterval": 30 if quiet else 0.5}
-    with tqdm(unit=unit, file=sys.stderr, **shown) as bar:
+    if not sys.stderr.isatty():
+        began = told = time.monotonic()
+
+        def line(done: int, total: int) -> None:
+            nonlocal told
+            if (now := time.monotonic()) - told >= _EVERY:
+                told = now
+                click.echo(tqdm.format_meter(done, total or None, now - began, unit=unit, ncols=0), err=True)
+
+        yield line
+        return
+    with tqdm(unit=unit, file=sys.stderr, leave=not brief, delay=float(brief), mininterval=0.5) as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total
