@@ -98,6 +98,18 @@ def test_what_was_cut_off_while_it_was_written_is_done_again_and_what_follows_is
     assert not part.exists()
 
 
+def test_a_text_that_does_not_fit_the_window_is_named_before_any_work(run, models, questions, tmp_path):
+    row = {"id": "long", "context": TEXT * 4, "question": "What?", "answers": ["dodo"]}
+    more = {"id": "longer", "context": TEXT * 3, "question": "What?", "answers": ["dodo"]}
+    with questions.open("a", encoding="utf-8") as file:
+        file.write(f"\n{json.dumps(row)}\n{json.dumps(more)}")
+    flags = ("--method", "full", "--batch", "3", "--model", models.base, "--out", tmp_path / "x.json")
+    result = run("evaluate", "squad", "--data", questions, *flags)
+    assert result.exit_code == 1
+    assert "item 'long' can't be measured: full needs" in result.stderr and "take it out of the data" in result.stderr
+    assert not list(tmp_path.glob("x*"))
+
+
 def test_records_without_items_and_ids_that_are_not_unique_are_refused(run, models, tmp_path):
     (tmp_path / "none.jsonl").write_text("", encoding="utf-8")
     row = json.dumps({"id": "a", "context": TEXT, "question": "What?", "answers": ["dodo"]})

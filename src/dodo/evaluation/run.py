@@ -12,7 +12,7 @@ from typing import Any
 
 from dodo.config import TrainedAs
 from dodo.data.reading import resolve
-from dodo.errors import DodoWarning, InputError
+from dodo.errors import DodoWarning, InputError, WindowError
 from dodo.evaluation.efficiency import Efficiency
 from dodo.evaluation.endless import Endless, make_reader
 from dodo.evaluation.highlight import Highlight
@@ -78,6 +78,7 @@ def evaluate(
 
     Raises:
         InputError: no such task or method, data that is not of the task, or a record that is not to be replaced.
+        WindowError: an item does not fit the base's window; it is named, and what was done before it is kept.
     """
     if task not in METHODS_OF:
         raise InputError(f"there is no task {task!r}; tasks are {', '.join(METHODS_OF)}")
@@ -141,12 +142,13 @@ def evaluate(
     if task in (Efficiency.name, OptimalSelection.name):  # an item takes minutes
         batch = 1
     _forget_peak(how, dodo)
-    by_length = sorted(items, key=lambda item: len(item.document))  # so that little of a batch is padding
+    # so that little of a batch is padding, and what does not fit is found at once
+    by_length = sorted(items, key=lambda item: len(item.document), reverse=True)
     for begin in range(0, len(items), batch):
         some = [item for item in by_length[begin : begin + batch] if item.key not in made]
         if some:
             start = time.perf_counter()
-            for item, result in zip(some, measuring.run(how, some), strict=True):
+            for item, result in zip(some, _run(measuring, how, some), strict=True):
                 made[item.key] = result
             seconds += time.perf_counter() - start
             _keep(part, settings, made, some, seconds)
@@ -169,6 +171,21 @@ def evaluate(
     write_json(out, record)
     part.unlink(missing_ok=True)
     return record
+
+
+def _run(measuring: Any, how: Any, some: Sequence[Item]) -> list[dict[str, Any]]:
+    """What the method made of each item.
+
+    Raises:
+        WindowError: one does not fit; which, and what to do.
+    """
+    try:
+        return measuring.run(how, some)
+    except WindowError as error:
+        if len(some) == 1:
+            told = "take it out of the data, for all methods alike, or measure on a base with a larger window"
+            raise WindowError(f"item {some[0].key!r} can't be measured: {error}; {told}") from None
+    return [made for item in some for made in _run(measuring, how, [item])]
 
 
 def _tell_of_others(dodo: Dodo, task: str, method: str) -> None:
