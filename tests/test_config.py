@@ -13,6 +13,7 @@ UNUSUAL = DodoConfig(
     feature_layer=5,
     ratio=7.5,
     trained_ratios=(2.0, 20.0),
+    trained_as="icae",
     keep_first=False,
     positions="compact",
     selection="density",
