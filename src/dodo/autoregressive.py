@@ -296,9 +296,8 @@ class FeatureStream:
         Returns:
             [B, T, d], in the base's dtype, without gradient.
         """
-        most = min(
-            2 * self._lm.feature_window, self._lm.compressor.window - self._lm.feature_window
-        )  # masks grow with its square
+        window = self._lm.feature_window
+        most = min(2 * window, self._lm.compressor.window - window)  # masks grow with a piece's square
         with self._lm.compressor.adapters.use(None):
             return torch.cat([self._piece(piece) for piece in input_ids.split(most, dim=1)], dim=1)
 

@@ -108,7 +108,7 @@ def test_a_continuation_of_no_tokens_is_certain(fresh: Dodo) -> None:
 def test_logits_are_made_of_a_few_tokens_at_a_time(fresh: Dodo, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = DodoLM(fresh, ratio=1)
     whole = ours.loglikelihood_rolling(asked((TEXT,)))
-    monkeypatch.setattr("dodo.evaluation.harness._ROWS", 7)
+    monkeypatch.setattr("dodo.evaluation.harness.AT_ONCE", 7)
     rows, logits_of = [], harness.logits_of
 
     def noted(base: Any, states: torch.Tensor) -> torch.Tensor:

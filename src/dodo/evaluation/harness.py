@@ -24,16 +24,13 @@ except ImportError as error:
     raise ImportError(f"{error}; the harness is an extra: pip install 'dodo-lm[harness]'") from None
 
 from dodo.adapters import THETA
-from dodo.architecture import backbone, logits_of
+from dodo.architecture import AT_ONCE, backbone, logits_of
 from dodo.errors import InputError
 from dodo.generation import pad_rows
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
 
 __all__ = ["DodoLM"]
-
-_ROWS = 256
-"""Tokens whose logits are held at a time: in fp32, those of a long text take more memory than a small base."""
 
 
 @register_model("dodo")
@@ -222,7 +219,7 @@ def _likelihood(states: Tensor, wanted: Sequence[int], dodo: Dodo) -> tuple[floa
     """Sum of log p, and whether each token is the likeliest, of the tokens behind the last states of [T, d]."""
     targets = torch.tensor(list(wanted), dtype=torch.long, device=states.device)
     total, greedy = 0.0, True
-    for some, behind in zip(states[len(states) - len(targets) :].split(_ROWS), targets.split(_ROWS), strict=True):
+    for some, behind in zip(states[len(states) - len(targets) :].split(AT_ONCE), targets.split(AT_ONCE), strict=True):
         logits = logits_of(dodo.compressor.base, some)
         total -= float(torch.nn.functional.cross_entropy(logits, behind, reduction="sum"))
         greedy &= bool((logits.argmax(-1) == behind).all())
