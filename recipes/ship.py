@@ -3,7 +3,8 @@
     python recipes/ship.py runs/smollm2-135m runs/smollm2-135m-answers --results 'results/*-smollm2-135m-*.json'
 
 The last run's `last/` ships; the runs before it are what it started from. Where the first run started from what ships already
-(`--after src/dodo/weights/smollm2-135m`), its log and recipes come first. Results must belong to the adapters that ship.
+(`--after src/dodo/weights/smollm2-135m`), its log and recipes come first. `--adapters` ships another set in its place, such as an
+average of what the parts came to (recipes/average.py). Results must belong to the adapters that ship.
 """
 
 import argparse
@@ -25,6 +26,8 @@ from dodo.evaluation.report import method_of
 LIMIT = 25_000_000
 """Bytes of all sets that ship."""
 EVERY = 100
+AVERAGE = "average.json"
+"""What recipes/average.py tells of a set."""
 COMPRESSOR = """LoRA adapters phi (encoder) and theta (decoder), scorer and soft token: they compress a text into nuggets,
 rebuild it from them, and answer questions about it (Qin et al., Dodo: Dynamic Contextual Compression for Decoder-only LMs)."""
 LANGUAGE_MODEL = """LoRA adapters phi (of tokens that are kept) and theta (of all others), scorer and thresholds: an
@@ -78,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path)
     parser.add_argument("--after", type=Path, help="what ships, where the first run started from it")
+    parser.add_argument("--adapters", type=Path, help="the set that ships, if not the last run's")
     parser.add_argument("--alias", default="smollm2-135m")
     parser.add_argument("--results", default="", help="pattern of records made with these adapters")
     parser.add_argument("--hardware", required=True, help="what the runs were on")
@@ -85,7 +89,7 @@ def main() -> None:
 
     if not given.runs and not given.after:
         raise SystemExit("name the runs, or with --after what ships already, whose card is then written anew")
-    adapters = given.runs[-1] / "last" if given.runs else given.after
+    adapters = given.adapters or (given.runs[-1] / "last" if given.runs else given.after)
     dodo = Dodo.from_pretrained(adapters)
     records = [json.loads(Path(path).read_text(encoding="utf-8")) for path in sorted(glob.glob(given.results))]
     for record in records:
@@ -101,7 +105,8 @@ def main() -> None:
         for part in parts:
             (made / f"recipe-{part.name}.yaml").write_text(part.recipe, encoding="utf-8")
         _write_log(parts, made / "training.csv")
-        (made / "README.md").write_text(_card(dodo, parts, records, given.hardware), encoding="utf-8")
+        average = json.loads((made / AVERAGE).read_text(encoding="utf-8")) if (made / AVERAGE).exists() else []
+        (made / "README.md").write_text(_card(dodo, parts, records, given.hardware, average), encoding="utf-8")
         others = [folder for folder in SHIPPED.iterdir() if folder.is_dir() and folder.name != given.alias]
         size = sum(path.stat().st_size for folder in (made, *others) for path in folder.rglob("*") if path.is_file())
         if size > LIMIT:
@@ -155,7 +160,12 @@ def _runs(config: DodoConfig, last: dict) -> str:
     return ", for the text by runs" + ("" if last["config"].get("runs") else " (set after training)")
 
 
-def _card(dodo: Dodo, parts: list[Part], records: list[dict], hardware: str) -> str:
+def _averaging(average: list[dict]) -> str:
+    sets = " ".join(f"{one['set']}={one['share']:g}" for one in average)
+    return f"python recipes/average.py {sets} --out runs/average/last"
+
+
+def _card(dodo: Dodo, parts: list[Part], records: list[dict], hardware: str, average: list[dict]) -> str:
     config = dodo.config
     low, high = config.trained_ratios or (1, 1)
     ran = [yaml.safe_load(part.recipe) for part in parts]
@@ -170,6 +180,7 @@ def _card(dodo: Dodo, parts: list[Part], records: list[dict], hardware: str) -> 
         f"- LoRA rank {config.encoder.rank} on {config.encoder.targets}",
         f"- selection: {config.selection}{_runs(config, ran[-1])}; positions: {config.positions}",
         f"- ratios drawn in training: {low:g} to {high:g}",
+        *([f"- LoRA matrices: the average of what {len(average)} parts came to (below)"] if average else []),
         f"- trained on {hardware}",
         f"- texts: documents whose licence permits commercial use (Wikipedia, books, code, web){questions}",
         "- not trained on any evaluation set",
@@ -186,6 +197,7 @@ def _card(dodo: Dodo, parts: list[Part], records: list[dict], hardware: str) -> 
         "",
         "```sh",
         *(f"dodo train recipes/{part.name}.yaml --out runs/{part.name}" for part in parts),
+        *([_averaging(average)] if average else []),
         "```",
         "",
         "## Curve",

@@ -1,4 +1,4 @@
-"""Finished runs become a set of adapters that ships: recipes/ship.py."""
+"""Finished runs become a set of adapters that ships: recipes/ship.py, recipes/average.py."""
 
 import csv
 import json
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import dodo.adapter_files
 from dodo.model import Dodo
@@ -14,7 +15,7 @@ from dodo.training.recipe import load_recipe
 from dodo.training.run import train
 from tests.training.test_training import recipe_file  # noqa: F401
 
-SHIP = Path(__file__).parents[2] / "recipes" / "ship.py"
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.fixture
@@ -28,7 +29,12 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def ship(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["ship.py", *map(str, arguments), "--alias", "tiny", "--hardware", "an abacus"])
-    runpy.run_path(str(SHIP), run_name="__main__")
+    runpy.run_path(str(RECIPES / "ship.py"), run_name="__main__")
+
+
+def average(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["average.py", *map(str, arguments)])
+    runpy.run_path(str(RECIPES / "average.py"), run_name="__main__")
 
 
 def test_a_set_goes_on_with_its_log_and_recipes(recipe_file, tmp_path, shipped, monkeypatch, capsys):  # noqa: F811
@@ -85,3 +91,45 @@ def test_the_card_says_where_selection_was_changed_after_training(recipe_file, t
     train(load_recipe(recipe_file, ["running.steps=2", "config.selection=coverage", "config.runs=true"]), run.with_name("next"))
     ship(monkeypatch, run.with_name("next"))
     assert "- selection: coverage, for the text by runs; positions" in (shipped / "README.md").read_text(encoding="utf-8")
+
+
+def test_what_parts_came_to_is_averaged_and_ships(recipe_file, tmp_path, shipped, monkeypatch):  # noqa: F811
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(load_recipe(recipe_file, ["running.steps=2"]), first, progress=False)
+    train(load_recipe(recipe_file, ["running.steps=2", f"start={first / 'last'}", "running.seed=5"]), second, progress=False)
+    out = tmp_path / "average" / "last"
+    average(monkeypatch, f"{first / 'last'}=1", f"{second / 'last'}=3", "--out", out)
+
+    for file in ("phi/adapter_model.safetensors", "theta/adapter_model.safetensors"):
+        a, b, mean = (load_file(folder / file) for folder in (first / "last", second / "last", out))
+        assert any(not a[name].equal(b[name]) for name in a)
+        for name in mean:
+            assert mean[name].dtype == a[name].dtype
+            assert mean[name].equal((0.25 * a[name].float() + 0.75 * b[name].float()).to(a[name].dtype))
+    scorer = "scorer.safetensors"
+    assert (out / scorer).read_bytes() == (second / "last" / scorer).read_bytes() != (first / "last" / scorer).read_bytes()
+
+    for given in ([first, second, "--adapters", out], ["--after", shipped]):  # the card written anew still tells it
+        ship(monkeypatch, *given)
+        card = (shipped / "README.md").read_text(encoding="utf-8")
+        assert f"python recipes/average.py {first / 'last'}=0.25 {second / 'last'}=0.75 --out runs/average/last" in card
+        assert "the average of what 2 parts came to" in card
+    assert Dodo.from_pretrained(str(shipped)).fingerprint == Dodo.from_pretrained(str(out)).fingerprint
+
+
+def test_sets_that_have_no_average_are_refused(recipe_file, tmp_path, monkeypatch):  # noqa: F811
+    run, other, out = tmp_path / "run", tmp_path / "other", tmp_path / "out"
+    train(load_recipe(recipe_file, ["running.steps=2"]), run, progress=False)
+    train(load_recipe(recipe_file, ["running.steps=2", "config.decoder.rank=3"]), other, progress=False)
+    refused = {
+        "not a number": [f"{run / 'last'}=much"],
+        "positive": [f"{run / 'last'}=-1"],
+        "named once": [run / "last", f"{run / 'last'}=2"],
+        "same LoRA settings": [run / "last", other / "last"],
+    }
+    for message, sets in refused.items():
+        with pytest.raises(SystemExit, match=message):
+            average(monkeypatch, *sets, "--out", out)
+        assert not out.exists()
+    with pytest.raises(SystemExit, match="is there already"):
+        average(monkeypatch, run / "last", "--out", other)
