@@ -116,6 +116,47 @@ def test_a_killed_run_goes_on_to_the_same_losses(recipe_file: Path, tmp_path: Pa
         torch.testing.assert_close(one[name], two[name], atol=0, rtol=0, msg=name)
 
 
+def test_adapters_are_the_running_average_of_what_the_steps_came_to(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[dict[str, torch.Tensor]] = []
+    taken = TrainingModule.take_into_average
+
+    def watched(self: TrainingModule, step: int) -> None:
+        steps.append({name: p.detach().clone() for name, p in self.named_parameters() if p.requires_grad})
+        taken(self, step)
+
+    monkeypatch.setattr(TrainingModule, "take_into_average", watched)
+    plain = train(load_recipe(recipe_file), tmp_path / "plain", progress=False)
+    latest = steps.copy()
+    steps.clear()
+    settings = ["optimizer.average=0.3"]
+    mean = train(load_recipe(recipe_file, settings), tmp_path / "mean", progress=False)
+    for one, two in zip(latest, steps, strict=True):  # the steps do not know of it
+        assert all(one[name].equal(two[name]) for name in one)
+    assert plain.loss != mean.loss  # validation does
+
+    name = next(name for name in steps[0] if "lora_B.theta" in name)
+    expected = steps[0][name]
+    for step, now in enumerate(steps[1:], start=2):
+        decay = min(0.3, step / (10 + step))
+        expected = decay * expected + (1 - decay) * now[name]
+    average = torch.load(tmp_path / "mean" / "last.ckpt", weights_only=True)["dodo"]["average"]
+    torch.testing.assert_close(average[name], expected)
+    saved = Dodo.from_pretrained(str(tmp_path / "mean" / "last"))
+    module = TrainingModule(saved, load_recipe(recipe_file), tmp_path)
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.detach(), average[name], atol=1e-3, rtol=1e-3)
+
+    half = load_recipe(recipe_file, [*settings, "running.steps=4"])
+    train(half, tmp_path / "parts", progress=False)
+    (tmp_path / "parts" / "recipe.yaml").write_text((tmp_path / "mean" / "recipe.yaml").read_text())
+    train(load_recipe(recipe_file, settings), tmp_path / "parts", resume=True, progress=False)
+    again = torch.load(tmp_path / "parts" / "last.ckpt", weights_only=True)["dodo"]["average"]
+    assert all(again[name].equal(average[name]) for name in average)
+
+
 @pytest.mark.slow
 def test_the_smoke_recipe_halves_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # its data lie beside it
@@ -150,7 +191,14 @@ def test_a_folder_with_a_run_is_not_overwritten(recipe_file: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "setting",
-    ["running.stesp=3", "running.strategy=deepspeed_stage_3", "optimiser.lr=1", "running.steps=many", "mixture.ratio.low=0"],
+    [
+        "running.stesp=3",
+        "running.strategy=deepspeed_stage_3",
+        "optimiser.lr=1",
+        "running.steps=many",
+        "mixture.ratio.low=0",
+        "optimizer.average=1",
+    ],
 )
 def test_unknown_keys_and_wrong_values_are_refused(recipe_file: Path, setting: str) -> None:
     with pytest.raises(InputError):

@@ -20,7 +20,7 @@ from dodo.training.objectives import Way
 from dodo.training.recipe import Recipe
 from dodo.training.validation import rebuild, validate
 
-__all__ = ["Checkpoints", "Deadline", "Progress", "TrainingLog", "Validation"]
+__all__ = ["Averaging", "Checkpoints", "Deadline", "Progress", "TrainingLog", "Validation"]
 
 
 class _EachStep(Callback):
@@ -42,6 +42,13 @@ class _EachStep(Callback):
 
     def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
         """After each optimiser step."""
+
+
+class Averaging(_EachStep):
+    """`optimizer.average`, before anything is measured or saved."""
+
+    def after_step(self, trainer: Trainer, module: Any, step: int) -> None:
+        module.take_into_average(step)
 
 
 class TrainingLog(_EachStep):
@@ -129,7 +136,8 @@ class Validation(_EachStep):
         if not self._batches or (step % running.validate_every and step != running.steps):
             return
         start = time.perf_counter()
-        row = self._measured(trainer, module, step) if module.takes_part else {}
+        with module.averaged():
+            row = self._measured(trainer, module, step) if module.takes_part else {}
         row = trainer.strategy.broadcast(row)
         row |= {"tokens": module.tokens_seen, "seconds": time.perf_counter() - start}
         self.improved = math.isfinite(row["loss"]) and (self.best is None or row["loss"] < self.best)

@@ -6,7 +6,8 @@ Paper: Section 2.4 and 3. The checkpoint holds trained parameters only, and the 
 import dataclasses
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class TrainingModule(LightningModule):
         self.recipe, self.folder, self.sample = recipe, folder, sample
         self.tokens_seen = 0
         self.gradient_norms: dict[str, float] = {}
+        self._average: dict[str, Tensor] = {}
 
     # -- processes
 
@@ -145,11 +147,48 @@ class TrainingModule(LightningModule):
         for group, rate in zip(self.trainer.optimizers[0].param_groups, schedule.base_lrs, strict=True):
             group["lr"] = rate * factor
 
+    # -- running average (`optimizer.average`)
+
+    def _learning(self) -> dict[str, torch.nn.Parameter]:
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    @torch.no_grad()
+    def take_into_average(self, step: int) -> None:
+        """After step `step`: with decay d, d of the average so far and 1 - d of what learns; d is less in the first steps."""
+        if not self.recipe.optimizer.average:
+            return
+        decay = min(self.recipe.optimizer.average, step / (10 + step))
+        for name, parameter in self._learning().items():
+            if name in self._average:
+                self._average[name].lerp_(parameter, 1 - decay)
+            else:
+                self._average[name] = parameter.detach().clone()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The running average, if there is one, in the place of what learns."""
+        latest = {name: self._learning()[name].detach().clone() for name in self._average}
+        self._put(self._average)
+        try:
+            yield
+        finally:
+            self._put(latest)
+
+    @torch.no_grad()
+    def _put(self, values: dict[str, Tensor]) -> None:
+        learning = self._learning()
+        for name, value in values.items():
+            learning[name].copy_(value)
+
     # -- checkpoints
 
     def save_adapters(self, folder: Path) -> None:
-        """Write the set of adapters as it is, in fp16, with what it was trained as and the ratios that it has seen. Of the
-        processes that take part, the first writes."""
+        """Write the set of adapters as it is, or its running average, in fp16, with what it was trained as and the ratios that it
+        has seen. Of the processes that take part, the first writes."""
+        with self.averaged():
+            self._save_adapters(folder)
+
+    def _save_adapters(self, folder: Path) -> None:
         self.compressor.config = dataclasses.replace(
             self.compressor.config, trained_ratios=self.recipe.mixture.trained_ratios, trained_as=self.recipe.trained_as
         )
@@ -178,13 +217,15 @@ class TrainingModule(LightningModule):
         """Always off: the base is not in the checkpoint."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        trained = self._learning()
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in trained}
-        checkpoint["dodo"] = {"recipe": self.recipe.as_dict(), "tokens_seen": self.tokens_seen}
+        checkpoint["dodo"] = {"recipe": self.recipe.as_dict(), "tokens_seen": self.tokens_seen, "average": self._average}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        trained = set(self._learning())
         weights = checkpoint.get("state_dict", trained)  # DeepSpeed keeps them elsewhere
         if odd := sorted(trained ^ set(weights)):
             raise InputError(f"the checkpoint in {self.folder} is of another model: {odd[0]} is in one of them alone")
         self.tokens_seen = checkpoint["dodo"]["tokens_seen"]
+        average = checkpoint["dodo"].get("average", {})  # of an older version: none
+        self._average = {name: value.to(self.device) for name, value in average.items()}

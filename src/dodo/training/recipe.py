@@ -175,8 +175,13 @@ class Optimizer:
     """Where the rate ends, as a fraction."""
     clip: float = 1.0
     """Largest norm of the gradient of the adapters, and of the scorer's apart; 0: as they are."""
+    average: float = 0.0
+    """Decay of a running average of what learns, such as 0.99 (shorter at first); 0: none. The average is what is validated and
+    saved as adapters; the steps themselves do not know of it."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.average < 1:
+            raise InputError(f"optimizer.average is from 0 to below 1, not {self.average}")
         _at_least("optimizer", self, 0, "lr", "scorer_lr", "weight_decay", "warmup", "floor", "clip")
         _at_least("optimizer", self, 1, "period")
         if self.eps <= 0 or not all(0 <= beta < 1 for beta in self.betas):
@@ -256,6 +261,8 @@ class Recipe:
     running: Running = field(default_factory=Running)
 
     def __post_init__(self) -> None:
+        if self.optimizer.average and self.running.strategy.startswith("deepspeed"):
+            raise InputError("optimizer.average is for the strategies auto, ddp and fsdp")
         if self.model == "compressive":
             self._check_compressive()
         if self.model == "full":

@@ -28,7 +28,7 @@ from dodo.errors import DodoWarning, InputError
 from dodo.files import write_whole
 from dodo.memory import MemoryTokens
 from dodo.model import Dodo
-from dodo.training.callbacks import Checkpoints, Deadline, Progress, TrainingLog, Validation
+from dodo.training.callbacks import Averaging, Checkpoints, Deadline, Progress, TrainingLog, Validation
 from dodo.training.fused import fused_lora
 from dodo.training.in_place import recover
 from dodo.training.lessons import learn_asked, learn_cost, learn_embeddings, learn_surprisal
@@ -105,7 +105,7 @@ def train(
     module = TrainingModule(dodo, recipe, folder, _sample(recipe, text))
     checks = Validation(validation, folder, recipe)
     checkpoints = Checkpoints(folder, every=running.save_every, best=checks)
-    callbacks: list[Any] = [TrainingLog(folder), checks, checkpoints]
+    callbacks: list[Any] = [Averaging(), TrainingLog(folder), checks, checkpoints]
     callbacks += [Progress(running.steps)] if progress else []
     callbacks += [] if max_minutes is None else [Deadline(max_minutes)]
     with warnings.catch_warnings():
