@@ -260,6 +260,42 @@ def test_only_answers_of_questions_are_targets():
         assert decoder[first] in (12, 13, 14)
 
 
+def test_a_paragraph_stands_among_others_and_is_asked_about():
+    paragraphs = [[10 + i] * (4 + i % 3) for i in range(20)]
+    shard = Shard(
+        "question",
+        ragged(*paragraphs),
+        ragged(*[[40 + i] for i in range(20)]),
+        ragged(*[[70 + i] for i in range(20)]),
+        np.arange(20),
+    )
+    source = QuestionSource(shard, bos=1, eos=2, between=[3, 4])
+    places, asked = set(), set()
+    for seed in range(40):
+        batch = source.batch(70, 2, 3.0, np.random.default_rng(seed), at=7, among=30)
+        assert batch.documents.shape[0] == 2 and batch.documents.shape[1] <= 31 and batch.rows is not None
+        for row, ids, mask in zip(range(2), batch.documents, batch.document_mask, strict=True):
+            bos, *rest = ids[mask].tolist()
+            assert bos == 1
+            parts, part = [], []
+            for token in rest:
+                if token == 3:
+                    parts.append(part)
+                    part = []
+                elif token != 4:
+                    part.append(token)
+            parts.append(part)
+            assert all(part == paragraphs[part[0] - 10] for part in parts) and len({part[0] for part in parts}) == len(parts) > 1
+            mine = batch.decoder[batch.rows == row][:, 0].tolist()
+            assert len(mine) == 2 and {one - 40 for one in mine} <= {part[0] - 10 for part in parts}
+            asked |= set(mine)
+        document = batch.documents[0].tolist()
+        places.add(document.index(source._order[7] + 10) if source._order[7] + 10 in document else None)
+    assert len(places) > 5 and None not in places and len(asked) > 10
+    alone = source.batch(5, 2, 3.0, np.random.default_rng(0), at=7, among=3)  # fewer tokens than the paragraph has
+    assert alone.documents.tolist() == [[1, *paragraphs[source._order[7]]]]
+
+
 def test_draws_stay_within_their_bounds():
     rng = np.random.default_rng(0)
     drawn = [draw_skewed(Draw(1.0, 20.0, 5.0), rng) for _ in range(200)]

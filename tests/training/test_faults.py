@@ -20,7 +20,7 @@ from dodo.training.in_place import put_in_place, recover
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import TrainingModule
 from dodo.training.objectives import batch_loss
-from dodo.training.recipe import Mixture, load_recipe
+from dodo.training.recipe import Mixture, Running, load_recipe
 from dodo.training.run import load_for_training, train
 from dodo.training.sources import open_sources
 from dodo.training.validation import question_batches
@@ -66,8 +66,32 @@ def test_validation_asks_about_so_many_documents_however_long_they_are(tokens: i
     source = QuestionSource(shard, bos=None, eos=2, longest=1000)
     assert source.median == tokens
     for count, expected in ((16, 16), (100, 81)):
-        found = question_batches(source, count=count, ratios=[2.0, 4.0])
+        found = question_batches(source, Mixture(), Running(validation_texts=count, validation_ratios=(2.0, 4.0)))
         assert [len(batch.documents) for batch in found.values()] == [expected] * 2
+
+
+def test_questions_among_other_paragraphs_are_trained_and_validated(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    rows = [{"context": f"The dodo number {i} was a bird.", "question": "Which?", "answers": [str(i)]} for i in range(100, 400)]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join(json.dumps({**row, "license": "CC0"}) for row in rows), encoding="utf-8")
+    asked = ["mixture.autoencoding=0", "mixture.question=1.0", f"data.questions={path}", "data.validation=[]"]
+    validated = ["running.validation_texts=8", "running.validation_ratios=[2.0]"]
+    recipe = load_recipe(recipe_file, [*asked, *validated, "mixture.among={low: 10, mode: 60, high: 150}"])
+    dodo = load_for_training(recipe)
+    _, source, checks = open_sources(recipe, dodo, tmp_path / "data")
+    assert source is not None
+    alone, long = checks["question/r2"], checks["question/n150/r2"]
+    assert len(long.documents) == 2  # a quarter as many
+    assert alone.documents.shape[1] < 40
+    assert 100 < long.documents.shape[1] <= 150
+    assert dodo.tokenizer.decode(long.documents[0].tolist()).count("bird.\n\nThe dodo number") == 3
+    make = BatchMaker(recipe, None, source)
+    lengths = {make(number).documents.shape[1] for number in range(20)}
+    assert min(lengths) < 40 < 90 < max(lengths) <= 150
+    assert train(recipe, tmp_path / "run", progress=False).finished
+    with pytest.raises(InputError, match=r"need up to 6\d\d positions.*window of 512; lower data.longest and mixture.among"):
+        wide = load_recipe(recipe_file, [*asked, "mixture.among={low: 10, mode: 150, high: 600}"])
+        open_sources(wide, dodo, tmp_path / "wide")
 
 
 def test_sources_of_one_name_are_not_taken_for_each_other(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811

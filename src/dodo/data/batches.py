@@ -205,17 +205,25 @@ class QuestionSource:
         bos, eos: as for `TextSource`.
         longest: documents of more tokens are left out.
         documents: bool, which of the shard's documents to use; None: all.
+        between: what stands between paragraphs that are made one document.
 
     Attributes:
         left_out: documents with questions that are longer.
     """
 
     def __init__(
-        self, shard: Shard, *, bos: int | None, eos: int, longest: int = 512, documents: np.ndarray | None = None
+        self,
+        shard: Shard,
+        *,
+        bos: int | None,
+        eos: int,
+        longest: int = 512,
+        documents: np.ndarray | None = None,
+        between: Sequence[int] = (),
     ) -> None:
         if shard.prompts is None or shard.answers is None or shard.owner is None:
             raise InputError("not a question shard: it has no prompts and answers")
-        self._shard, self._bos, self._eos = shard, bos, eos
+        self._shard, self._bos, self._eos, self._between = shard, bos, eos, list(between)
         self._first = np.searchsorted(shard.owner, np.arange(len(shard.documents) + 1))
         lengths = shard.documents.lengths
         asked = self._first[:-1] < self._first[1:]
@@ -231,12 +239,12 @@ class QuestionSource:
     def __len__(self) -> int:
         return len(self._order)
 
-    @property
-    def positions(self) -> int:
-        """Of the longest document with the longest prompt and answer, at most."""
+    def positions(self, among: int = 0) -> int:
+        """Of the longest document, alone or among others, with the longest prompt and answer, at most."""
         assert self._shard.prompts is not None and self._shard.answers is not None
         behind = self._shard.prompts.lengths + self._shard.answers.lengths
-        return int(self._shard.documents.lengths[self._order].max()) + int(behind.max()) + (self._bos is not None)
+        longest = max(among, int(self._shard.documents.lengths[self._order].max()))
+        return longest + int(behind.max()) + (self._bos is not None)
 
     @property
     def median(self) -> int:
@@ -248,20 +256,26 @@ class QuestionSource:
         """Questions to one document."""
         return int(np.diff(self._first)[self._order].max())
 
-    def batch(self, tokens: int, per_document: int, ratio: float, rng: np.random.Generator, *, at: int | None = None) -> Batch:
+    def batch(
+        self, tokens: int, per_document: int, ratio: float, rng: np.random.Generator, *, at: int | None = None, among: int = 0
+    ) -> Batch:
         """Neighbouring documents of about `tokens` tokens in all, with up to `per_document` questions each. Paper: Section 6.1.
 
-        `at` says which in the order of lengths; None draws it.
+        `at` says which in the order of lengths; None draws it. Each stands among others, in a random place, where that makes no
+        more than `among` tokens; the questions are then about any of them.
         """
         lengths = self._shard.documents.lengths
         at = int(rng.integers(len(self._order))) if at is None else at
-        count = max(1, tokens // int(lengths[self._order[at]]))
+        count = max(1, tokens // max(among, int(lengths[self._order[at]])))
         chosen = self._order[max(0, min(at, len(self._order) - count)) :][:count]
         documents, decoders, targets, rows = [], [], [], []
         for row, i in enumerate(chosen):
-            ids = self._shard.documents[i].tolist()
+            paragraphs = self._among_others(i, among, rng) if among else [i]
+            ids = self._shard.documents[paragraphs[0]].tolist()
+            for other in paragraphs[1:]:
+                ids += [*self._between, *self._shard.documents[other].tolist()]
             documents.append(ids if self._bos is None else [self._bos, *ids])
-            mine = np.arange(self._first[i], self._first[i + 1])
+            mine = np.concatenate([np.arange(self._first[one], self._first[one + 1]) for one in paragraphs])
             for q in rng.permutation(mine)[:per_document]:
                 assert self._shard.prompts is not None and self._shard.answers is not None
                 prompt, answer = self._shard.prompts[q].tolist(), self._shard.answers[q].tolist()
@@ -280,6 +294,19 @@ class QuestionSource:
             targets=_padded(targets, -100)[0],
             rows=torch.tensor(rows),
         )
+
+    def _among_others(self, document: int, tokens: int, rng: np.random.Generator) -> list[int]:
+        """The document and others, drawn until the next would make more than so many tokens."""
+        lengths, found = self._shard.documents.lengths, [document]
+        room = tokens - int(lengths[document])
+        for other in self._order[rng.integers(len(self._order), size=max(0, room))]:
+            if other in found:
+                continue
+            room -= int(lengths[other]) + len(self._between)
+            if room < 0:
+                break
+            found.append(int(other))
+        return [found[place] for place in rng.permutation(len(found))]
 
 
 def _padded(rows: list[list[int]], filler: int) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,8 @@ class BatchMaker:
             assert self.questions is not None
             near, last = int(shared.integers(len(self.questions))), len(self.questions) - 1
             at = int(rng.integers(max(0, near - 100), min(last, near + 100) + 1))  # others of about that length
-            batch = self.questions.batch(tokens, mixture.questions_per_document, ratio, rng, at=at)
+            among = round(draw_skewed(mixture.among, shared)) if mixture.among else 0
+            batch = self.questions.batch(tokens, mixture.questions_per_document, ratio, rng, at=at, among=among)
         else:
             assert self.text is not None
             drawn = {"autoencoding": mixture.length, "recall": mixture.length, "autoregressive": mixture.whole}

@@ -73,6 +73,9 @@ class Mixture:
     segment: int = 64
     """Tokens that share a splitting index."""
     questions_per_document: int = 2
+    among: Draw | None = None
+    """Tokens of a document with questions, drawn per batch: paragraphs one after the other up to so many, with questions about
+    any of them, so that an answer has to be found; at least one, however long. None: one. Beyond the paper."""
     question_scale: float = 1.0
     """Factor on the loss of question batches: they have few tokens with a loss, so their gradient is noisy."""
     continuation_scale: float = 1.0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from dodo.data.batches import Batch, Objective, QuestionSource, TextSource
 from dodo.data.reading import resolve
@@ -70,7 +71,7 @@ def open_sources(
             raise InputError("mixture.question is positive, but data.questions names no shard")
         shard = opened(data.questions, "question")
         back = shard.held_back(HELD_BACK)
-        how: dict[str, Any] = {"bos": bos, "eos": eos, "longest": data.longest}
+        how: dict[str, Any] = {"bos": bos, "eos": eos, "longest": data.longest, "between": _between_paragraphs(tokenizer)}
         questions = QuestionSource(shard, documents=~back, **how)
         _check_questions(recipe, questions, dodo.compressor.window)
         if questions.left_out and progress:
@@ -79,7 +80,7 @@ def open_sources(
         back &= shard.documents.lengths <= data.longest
         if back.any():
             held = QuestionSource(shard, documents=back, **how)
-            checks |= question_batches(held, count=running.validation_texts, ratios=running.validation_ratios)
+            checks |= question_batches(held, mixture, running)
     if running.patience and not checks:
         raise InputError(
             "running.patience needs something to be validated by: data.validation, or questions enough to hold some back"
@@ -99,11 +100,19 @@ def _digest(source: str) -> str:
     return found.hexdigest()[:16]
 
 
+def _between_paragraphs(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of an empty line between a sentence and the next."""
+    whole, first, last = (tokenizer(text, add_special_tokens=False).input_ids for text in ("end.\n\nThe", "end.", "The"))
+    ids: list[int] = whole[len(first) : len(whole) - len(last)]
+    return ids
+
+
 def _check_questions(recipe: Recipe, questions: QuestionSource, window: int) -> None:
-    if questions.positions > window:
-        need, has = f"{questions.positions:,}", f"{window:,}"
+    among = recipe.mixture.among
+    need, lower = questions.positions(round(among.high) if among else 0), "data.longest and mixture.among"
+    if need > window:
         raise InputError(
-            f"documents with questions need up to {need} positions, but {recipe.base} has a window of {has}; lower data.longest"
+            f"documents with questions need up to {need:,} positions, but {recipe.base} has a window of {window:,}; lower {lower}"
         )
 
 

@@ -66,10 +66,15 @@ def _of_length(text: TextSource, mixture: Mixture, texts: int, length: int, seed
     return made
 
 
-def question_batches(questions: QuestionSource, *, count: int, ratios: Sequence[float], seed: int = 0) -> dict[str, Batch]:
-    """Likewise for questions: `count` documents, or all, of the median length or little more, two questions each."""
-    batch = questions.batch(count * questions.median, 2, 1.0, np.random.default_rng((seed, 1)), at=len(questions) // 2)
-    return {f"question/r{ratio:g}": dataclasses.replace(batch, ratio=ratio) for ratio in ratios}
+def question_batches(questions: QuestionSource, mixture: Mixture, running: Running, *, seed: int = 0) -> dict[str, Batch]:
+    """Likewise for questions: `validation_texts` documents, or all, of the median length or little more, two questions each; and,
+    if questions are trained among other paragraphs, a quarter as many documents as long as these get."""
+    count, middle, ratios = running.validation_texts, len(questions) // 2, running.validation_ratios
+    made = {"question": questions.batch(count * questions.median, 2, 1.0, np.random.default_rng((seed, 1)), at=middle)}
+    if mixture.among:
+        most, few = round(mixture.among.high), max(1, count // 4)
+        made[f"question/n{most}"] = questions.batch(few * most, 2, 1.0, np.random.default_rng((seed, 2)), at=middle, among=most)
+    return {f"{name}/r{ratio:g}": dataclasses.replace(batch, ratio=ratio) for name, batch in made.items() for ratio in ratios}
 
 
 @torch.no_grad()
