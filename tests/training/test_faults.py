@@ -15,7 +15,7 @@ from dodo.data.shards import Ragged, Shard, prepare, read_shard
 from dodo.errors import InputError
 from dodo.model import Dodo
 from dodo.training import in_place
-from dodo.training.callbacks import Checkpoints, Validation, _forget_later_rows
+from dodo.training.callbacks import Checkpoints, Validation, _forget_later_rows, _forget_later_samples
 from dodo.training.in_place import put_in_place, recover
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import TrainingModule
@@ -260,6 +260,19 @@ def test_a_run_that_ended_early_has_ended_when_it_is_resumed(
     first = train(recipe, tmp_path / "run", progress=False)
     again = train(recipe, tmp_path / "run", resume=True, progress=False)
     assert (first.steps, again.steps) == (3, 3)
+    assert first.finished and first.out_of_patience
+    short = load_recipe(recipe_file, ["running.steps=2", "running.validate_every=1", "running.patience=2"])
+    assert not train(short, tmp_path / "short", progress=False).out_of_patience
+
+
+def test_reconstructions_shown_behind_a_checkpoint_are_forgotten_with_their_rows(tmp_path: Path) -> None:
+    samples = tmp_path / "samples.txt"
+    kept = "== step 9, n128/r5, BLEU 1.0\n-- 'a text == step 11, no'\n++ 'a'\n== step 10, n128/r5, BLEU 2.0\n-- 'b'\n++ 'c'\n"
+    samples.write_text(kept + "== step 11, n128/r5, BLEU 3.0\n-- 'd'\n++ 'e'\n", encoding="utf-8")
+    _forget_later_samples(samples, 10)
+    assert samples.read_text(encoding="utf-8") == kept
+    _forget_later_samples(samples, 8)
+    assert samples.read_text(encoding="utf-8") == ""
 
 
 # -- files

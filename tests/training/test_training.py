@@ -198,6 +198,7 @@ def test_a_folder_with_a_run_is_not_overwritten(recipe_file: Path, tmp_path: Pat
         "running.steps=many",
         "mixture.ratio.low=0",
         "optimizer.average=1",
+        "mixture.ratio={low: 1",
     ],
 )
 def test_unknown_keys_and_wrong_values_are_refused(recipe_file: Path, setting: str) -> None:

@@ -47,7 +47,8 @@ def command(
         echo_json(dataclasses.asdict(result))
     else:
         loss = "none yet" if result.loss is None else f"{result.loss:.4f} nats per token"
-        state = "finished" if result.finished else "stopped; --resume goes on"
+        early = f" early: no better validation for {wanted.running.patience} times" if result.out_of_patience else ""
+        state = f"finished{early}" if result.finished else "stopped; --resume goes on"
         rows = [("folder", result.folder), ("steps", f"{result.steps:,}"), ("document tokens", f"{result.tokens:,}")]
         click.echo(table([*rows, ("best validation loss", loss), ("state", state)]))
     if result.interrupted:

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 import shutil
 import signal
 import sys
@@ -127,6 +128,7 @@ class Validation(_EachStep):
         super().on_train_start(trainer, module)
         if trainer.is_global_zero:
             _forget_later_rows(self._folder / "validation.csv", trainer.global_step)
+            _forget_later_samples(self._folder / "samples.txt", trainer.global_step)
         if self.out_of_patience:  # of a run that is resumed: it had ended
             trainer.should_stop = True
 
@@ -279,3 +281,11 @@ def _forget_later_rows(path: Path, step: int) -> None:
     rows = [(line, line.partition(",")[0]) for line in lines if line.endswith("\n")]
     kept = [line for i, (line, number) in enumerate(rows) if i == 0 or (number.isdigit() and int(number) <= step)]
     write_whole(path, "".join(kept))
+
+
+def _forget_later_samples(path: Path, step: int) -> None:
+    """Likewise of the reconstructions shown."""
+    if not path.exists():
+        return
+    shown = re.split(r"^(?=== step \d+,)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    write_whole(path, "".join(one for one in shown if one and int(one.split()[2].rstrip(",")) <= step))

@@ -339,7 +339,10 @@ def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
                 raise InputError(f"--set {setting!r}: {parent} is not a group of keys")
-        place[last] = yaml.safe_load(value)
+        try:
+            place[last] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise InputError(f"--set {setting!r}: the value is not YAML: {str(error).splitlines()[0]}") from None
     recipe: Recipe = build(Recipe, values, where=str(path))
     return recipe
 

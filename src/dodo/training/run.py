@@ -45,7 +45,8 @@ __all__ = ["Result", "load_for_training", "train"]
 class Result:
     """What a run came to.
 
-    steps: optimiser steps in all. loss: the best validation loss, nats per token. interrupted: by Ctrl-C.
+    steps: optimiser steps in all. loss: the best validation loss, nats per token. interrupted: by Ctrl-C. out_of_patience:
+    finished before the last step, for validation got no better (`running.patience`).
     """
 
     folder: str
@@ -54,6 +55,7 @@ class Result:
     loss: float | None
     finished: bool
     interrupted: bool = False
+    out_of_patience: bool = False
 
 
 class _Endless(IterableDataset[Batch]):
@@ -153,6 +155,7 @@ def train(
         loss=checks.best,
         finished=trainer.global_step >= running.steps or checks.out_of_patience,
         interrupted=checkpoints.interrupted,
+        out_of_patience=checks.out_of_patience,
     )
 
 
