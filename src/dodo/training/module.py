@@ -159,15 +159,14 @@ class TrainingModule(LightningModule):
             return
         decay = min(self.recipe.optimizer.average, step / (10 + step))
         for name, parameter in self._learning().items():
-            if name in self._average:
-                self._average[name].lerp_(parameter, 1 - decay)
-            else:
-                self._average[name] = parameter.detach().clone()
+            before = self._average.get(name, parameter).to(parameter.device)  # a resumed run's was loaded before it had a device
+            self._average[name] = before.lerp(parameter, 1 - decay)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """The running average, if there is one, in the place of what learns."""
-        latest = {name: self._learning()[name].detach().clone() for name in self._average}
+        learning = self._learning()
+        latest = {name: learning[name].detach().clone() for name in self._average}
         self._put(self._average)
         try:
             yield
@@ -227,5 +226,4 @@ class TrainingModule(LightningModule):
         if odd := sorted(trained ^ set(weights)):
             raise InputError(f"the checkpoint in {self.folder} is of another model: {odd[0]} is in one of them alone")
         self.tokens_seen = checkpoint["dodo"]["tokens_seen"]
-        average = checkpoint["dodo"].get("average", {})  # of an older version: none
-        self._average = {name: value.to(self.device) for name, value in average.items()}
+        self._average = checkpoint["dodo"].get("average", {})  # of an older version: none
