@@ -55,6 +55,36 @@ def test_a_dataset_is_streamed_by_its_name_and_split(tmp_path):
         list(read_records(f"hf:{tmp_path / 'nowhere'}"))
 
 
+def test_squads_own_files_and_lists_are_read_from_json(tmp_path):
+    asked = [
+        {
+            "id": "1",
+            "question": "Who?",
+            "answers": [{"text": "a dodo", "answer_start": 3}, {"text": "the dodo", "answer_start": 9}],
+        },
+        {"id": "2", "question": "When?", "answers": [], "is_impossible": True},
+    ]
+    squad = {"version": "2.0", "data": [{"title": "Dodo", "paragraphs": [{"context": "A dodo.", "qas": asked}]}]}
+    (tmp_path / "dev.json").write_text("\ufeff" + json.dumps(squad), encoding="utf-8")
+    assert list(read_records(str(tmp_path / "dev.json"))) == [
+        {"title": "Dodo", "context": "A dodo.", "question": "Who?", "answers": ["a dodo", "the dodo"]},
+        {"title": "Dodo", "context": "A dodo.", "question": "When?", "answers": []},
+    ]
+    for content, expected in (
+        ('[{"text": "a"}, {"text": "b"}]', [{"text": "a"}, {"text": "b"}]),
+        ('[{"text": "a"}, 3]', "bad.json, entry 2: a JSON object is wanted, not int"),
+        ('{"text": "a"}', "bad.json: a list of JSON objects is wanted, or SQuAD's own form, not dict"),
+        ('{"text": "a"}\n{"text": "b"}', "bad.json is not JSON: .*; a file of one JSON object a line ends in .jsonl"),
+        ('{"data": [{"text": "a"}]}', "bad.json has `data`, but not as SQuAD has it: KeyError\\('paragraphs'\\)"),
+    ):
+        (tmp_path / "bad.json").write_text(content, encoding="utf-8")
+        if isinstance(expected, list):
+            assert list(read_records(str(tmp_path / "bad.json"))) == expected
+        else:
+            with pytest.raises(InputError, match=expected):
+                list(read_records(str(tmp_path / "bad.json")))
+
+
 def test_what_cannot_be_read_is_named(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nnot json\n', encoding="utf-8")
     with pytest.raises(InputError, match="bad.jsonl, line 2"):

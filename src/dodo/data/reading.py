@@ -1,6 +1,6 @@
-"""Records from files and datasets: JSON lines (plain, .xz, .gz), text, parquet, Hugging Face ids; one dictionary each.
+"""Records from files and datasets: JSON lines (plain, .xz, .gz), JSON, text, parquet, Hugging Face ids; one dictionary each.
 
-Nothing is held in memory but the record at hand. A text file is one document.
+Nothing is held in memory but the record at hand, of a JSON file all. A text file is one document.
 """
 
 import glob
@@ -62,8 +62,8 @@ def read_records(source: str, *, fields: Sequence[str] | None = None) -> Iterato
     """Records of one file or dataset, in order.
 
     Args:
-        source: `*.jsonl`, `*.jsonl.xz`, `*.jsonl.gz`, `*.txt` or `*.md` (one record with `text`), `*.parquet`, or
-            `hf:owner/name[:config][@split]`, streamed.
+        source: `*.jsonl`, `*.jsonl.xz`, `*.jsonl.gz`, `*.json` (a list of records, or SQuAD's own form), `*.txt` or `*.md` (one
+            record with `text`), `*.parquet`, or `hf:owner/name[:config][@split]`, streamed.
         fields: of a parquet file, if it has them, no others are read.
 
     Raises:
@@ -92,8 +92,10 @@ def read_each(path: Path, *, fields: Sequence[str] | None = None) -> Iterator[Re
         yield {"text": decode_text(data, str(path)), "source": str(path)}
     elif name.endswith((".jsonl", ".jsonl.xz", ".jsonl.gz")):
         yield from _read_lines(path)
+    elif name.endswith(".json"):
+        yield from _read_json(path)
     else:
-        raise InputError(f"{path}: data files end in .jsonl, .jsonl.xz, .jsonl.gz, .txt, .md or .parquet")
+        raise InputError(f"{path}: data files end in .jsonl, .jsonl.xz, .jsonl.gz, .json, .txt, .md or .parquet")
 
 
 def decode_text(data: bytes, shown: str) -> str:
@@ -174,6 +176,36 @@ def _read_lines(path: Path) -> Iterator[Record | InputError]:
                     yield InputError(f"{path}, line {number}: a JSON object is wanted, not {type(record).__name__}")
     except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
         raise InputError(f"{path} can't be read: {error}") from None
+
+
+def _read_json(path: Path) -> Iterator[Record | InputError]:
+    try:
+        whole = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path} can't be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON: {error}; a file of one JSON object a line ends in .jsonl") from None
+    if isinstance(whole, dict) and isinstance(whole.get("data"), list):
+        try:
+            yield from _of_squad(whole["data"])
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{path} has `data`, but not as SQuAD has it: {error!r}") from None
+        return
+    if not isinstance(whole, list):
+        raise InputError(f"{path}: a list of JSON objects is wanted, or SQuAD's own form, not {type(whole).__name__}")
+    for number, record in enumerate(whole, 1):
+        wanted = isinstance(record, dict)
+        yield record if wanted else InputError(f"{path}, entry {number}: a JSON object is wanted, not {type(record).__name__}")
+
+
+def _of_squad(articles: list[Any]) -> Iterator[Record]:
+    """Records of SQuAD's own files, 1.1 and 2.0: articles of paragraphs of questions."""
+    for article in articles:
+        title = {"title": article["title"]} if "title" in article else {}
+        for paragraph in article["paragraphs"]:
+            for asked in paragraph["qas"]:
+                answers = [answer["text"] for answer in asked["answers"]]
+                yield {**title, "context": paragraph["context"], "question": asked["question"], "answers": answers}
 
 
 def _read_parquet(path: Path, fields: Sequence[str] | None) -> Iterator[Record]:
