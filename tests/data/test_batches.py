@@ -62,12 +62,12 @@ def test_squads_own_files_and_lists_are_read_from_json(tmp_path):
             "question": "Who?",
             "answers": [{"text": "a dodo", "answer_start": 3}, {"text": "the dodo", "answer_start": 9}],
         },
-        {"id": "2", "question": "When?", "answers": [], "is_impossible": True},
+        {"question": "When?", "answers": [], "is_impossible": True},
     ]
     squad = {"version": "2.0", "data": [{"title": "Dodo", "paragraphs": [{"context": "A dodo.", "qas": asked}]}]}
     (tmp_path / "dev.json").write_text("\ufeff" + json.dumps(squad), encoding="utf-8")
     assert list(read_records(str(tmp_path / "dev.json"))) == [
-        {"title": "Dodo", "context": "A dodo.", "question": "Who?", "answers": ["a dodo", "the dodo"]},
+        {"id": "1", "title": "Dodo", "context": "A dodo.", "question": "Who?", "answers": ["a dodo", "the dodo"]},
         {"title": "Dodo", "context": "A dodo.", "question": "When?", "answers": []},
     ]
     for content, expected in (

@@ -205,7 +205,8 @@ def _of_squad(articles: list[Any]) -> Iterator[Record]:
         for paragraph in article["paragraphs"]:
             for asked in paragraph["qas"]:
                 answers = [answer["text"] for answer in asked["answers"]]
-                yield {**title, "context": paragraph["context"], "question": asked["question"], "answers": answers}
+                key = {"id": asked["id"]} if "id" in asked else {}
+                yield {**key, **title, "context": paragraph["context"], "question": asked["question"], "answers": answers}
 
 
 def _read_parquet(path: Path, fields: Sequence[str] | None) -> Iterator[Record]:
