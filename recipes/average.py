@@ -4,7 +4,8 @@
 
 The matrices of phi and theta are averaged, A and B each by itself, in fp32, by the weights behind `=` (shares of their sum; 1
 without). Configuration, scorer, soft token and thresholds are those of the set named last, for what a scorer learned may not be
-what an earlier one did. The result is a set like any other; `average.json` in it says what it was made of.
+what an earlier one did. The result is a set like any other; `average.json` in it says what it was made of. Sets without a common
+start are refused: their matrices stand for other things, and the average for nothing.
 """
 
 import argparse
@@ -34,6 +35,11 @@ def main() -> None:
     sets = [Dodo.from_pretrained(folder) for folder in shares]  # each is whole, and of the base that it names
     if len({(one.config.base_fingerprint, one.config.encoder, one.config.decoder) for one in sets}) > 1:
         raise SystemExit("the sets are not all of one base and of the same LoRA settings")
+    for file in MATRICES:
+        first, *others = (load_file(folder / file) for folder in folders)
+        for folder, other in zip(folders[1:], others, strict=True):
+            if _norm({name: other[name].float() - first[name].float() for name in first}) > 0.7 * _norm(first):
+                raise SystemExit(f"{folder} and {folders[0]} have no common start: {file} is another in each")
     shutil.copytree(folders[-1], given.out, ignore=shutil.ignore_patterns("README.md", "recipe*", "training.csv", "average.json"))
     for file in MATRICES:
         mean = _average([load_file(folder / file) for folder in folders], list(shares.values()))
@@ -59,6 +65,10 @@ def _shares(sets: list[str]) -> dict[str, float]:
     if len(weights) < len(sets) or not all(math.isfinite(weight) and weight > 0 for weight in weights.values()):
         raise SystemExit("weights must be positive numbers, and each set named once")
     return {folder: weight / total for folder, weight in weights.items()}
+
+
+def _norm(tensors: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.float().square().sum()) for tensor in tensors.values()))
 
 
 def _average(sets: list[dict[str, torch.Tensor]], shares: list[float]) -> dict[str, torch.Tensor]:

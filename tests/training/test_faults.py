@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from dodo.training.module import TrainingModule
 from dodo.training.objectives import batch_loss
 from dodo.training.recipe import Mixture, Running, load_recipe
 from dodo.training.run import load_for_training, train
-from dodo.training.sources import open_sources
+from dodo.training.sources import _between_paragraphs, open_sources
 from dodo.training.validation import question_batches
 from tests.training.test_training import WORDS, _trained, recipe_file  # noqa: F401 (a fixture)
 
@@ -92,6 +93,24 @@ def test_questions_among_other_paragraphs_are_trained_and_validated(recipe_file:
     with pytest.raises(InputError, match=r"need up to 6\d\d positions.*window of 512; lower data.longest and mixture.among"):
         wide = load_recipe(recipe_file, [*asked, "mixture.among={low: 10, mode: 150, high: 600}"])
         open_sources(wide, dodo, tmp_path / "wide")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ({"end.\n\nThe": [5, 6, 9, 9, 7], "end.": [5, 6], "The": [7], "\n\n": [8, 9, 9]}, [9, 9]),  # a stop of its own
+        ({"end.\n\nThe": [5, 4, 7], "end.": [5, 6], "The": [7], "\n\n": [3]}, [3]),  # the stop goes into the empty line
+    ],
+)
+def test_an_empty_line_stands_between_paragraphs(pieces: dict[str, list[int]], expected: list[int]) -> None:
+    class Tokenizer:
+        def __call__(self, text: str, **_: Any) -> Any:
+            return SimpleNamespace(input_ids=pieces[text])
+
+        def decode(self, ids: list[int]) -> str:
+            return "".join({3: "\n\n", 9: "\n"}.get(token, "?") for token in ids)
+
+    assert _between_paragraphs(Tokenizer()) == expected  # type: ignore[arg-type]
 
 
 def test_sources_of_one_name_are_not_taken_for_each_other(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -118,14 +118,16 @@ def test_what_parts_came_to_is_averaged_and_ships(recipe_file, tmp_path, shipped
 
 
 def test_sets_that_have_no_average_are_refused(recipe_file, tmp_path, monkeypatch):  # noqa: F811
-    run, other, out = tmp_path / "run", tmp_path / "other", tmp_path / "out"
+    run, other, apart, out = (tmp_path / name for name in ("run", "other", "apart", "out"))
     train(load_recipe(recipe_file, ["running.steps=2"]), run, progress=False)
     train(load_recipe(recipe_file, ["running.steps=2", "config.decoder.rank=3"]), other, progress=False)
+    train(load_recipe(recipe_file, ["running.steps=2", "config.seed=7"]), apart, progress=False)
     refused = {
         "not a number": [f"{run / 'last'}=much"],
         "positive": [f"{run / 'last'}=-1"],
         "named once": [run / "last", f"{run / 'last'}=2"],
         "same LoRA settings": [run / "last", other / "last"],
+        "no common start": [run / "last", apart / "last"],
     }
     for message, sets in refused.items():
         with pytest.raises(SystemExit, match=message):

@@ -101,10 +101,13 @@ def _digest(source: str) -> str:
 
 
 def _between_paragraphs(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of an empty line between a sentence and the next."""
+    """Ids of an empty line between a sentence and the next; where the full stop would go into them, of an empty line alone."""
     whole, first, last = (tokenizer(text, add_special_tokens=False).input_ids for text in ("end.\n\nThe", "end.", "The"))
     ids: list[int] = whole[len(first) : len(whole) - len(last)]
-    return ids
+    if tokenizer.decode(ids) == "\n\n":
+        return ids
+    alone: list[int] = tokenizer("\n\n", add_special_tokens=False).input_ids
+    return alone
 
 
 def _check_questions(recipe: Recipe, questions: QuestionSource, window: int) -> None:
