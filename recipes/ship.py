@@ -169,6 +169,9 @@ def _card(dodo: Dodo, parts: list[Part], records: list[dict], hardware: str, ave
     config = dodo.config
     low, high = config.trained_ratios or (1, 1)
     ran = [yaml.safe_load(part.recipe) for part in parts]
+    configured = dict(zip((part.name for part in parts), ran, strict=True)).get(
+        Path(average[-1]["set"]).parent.name if average else "", ran[-1]
+    )
     kind = LANGUAGE_MODEL if ran[-1]["mixture"]["autoregressive"] else COMPRESSOR
     questions = ", and SQuAD v1.1 train" if any(recipe["mixture"]["question"] for recipe in ran) else ""
     lines = [
@@ -178,7 +181,7 @@ def _card(dodo: Dodo, parts: list[Part], records: list[dict], hardware: str, ave
         "",
         f"- base: {config.base}, weights {config.base_fingerprint}; adapter {dodo.fingerprint.adapter}",
         f"- LoRA rank {config.encoder.rank} on {config.encoder.targets}",
-        f"- selection: {config.selection}{_runs(config, ran[-1])}; positions: {config.positions}",
+        f"- selection: {config.selection}{_runs(config, configured)}; positions: {config.positions}",
         f"- ratios drawn in training: {low:g} to {high:g}",
         *([f"- LoRA matrices: the average of what {len(average)} parts came to (below)"] if average else []),
         f"- trained on {hardware}",

@@ -109,11 +109,18 @@ def test_what_parts_came_to_is_averaged_and_ships(recipe_file, tmp_path, shipped
     scorer = "scorer.safetensors"
     assert (out / scorer).read_bytes() == (second / "last" / scorer).read_bytes() != (first / "last" / scorer).read_bytes()
 
+    path = (
+        out / "dodo_config.json"
+    )  # of the second part, which had not learned with it; the last of the recipes would say that it had
+    path.write_text(
+        json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"selection": "coverage", "runs": True}), encoding="utf-8"
+    )
     for given in ([first, second, "--adapters", out], ["--after", shipped]):  # the card written anew still tells it
         ship(monkeypatch, *given)
         card = (shipped / "README.md").read_text(encoding="utf-8")
         assert f"python recipes/average.py {first / 'last'}=0.25 {second / 'last'}=0.75 --out runs/average/last" in card
         assert "the average of what 2 parts came to" in card
+        assert "for the text by runs (set after training)" in card
     assert Dodo.from_pretrained(str(shipped)).fingerprint == Dodo.from_pretrained(str(out)).fingerprint
 
 
