@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from dodo import Dodo, architecture
 from dodo.architecture import FAMILIES, backbone, check_supported, token_nats
-from dodo.base import computes_in, load_base
+from dodo.base import _times_of_float32, computes_in, load_base
 from dodo.errors import InputError, UnsupportedModelError
 from tests.conftest import COMMON, small_config, tiny_model
 from tests.conftest import FAMILIES as FAMILY_SETTINGS
@@ -86,7 +86,7 @@ def test_the_dtype_in_memory_is_the_asked_one_or_the_stored_one(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_cpu_that_does_not_compute_in_the_stored_dtype_gets_float32_unless_asked(
+def test_a_cpu_that_is_slower_in_the_stored_dtype_gets_float32_unless_asked(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dodo.base.computes_in", lambda kind, _: kind != dtype)
@@ -106,11 +106,20 @@ def test_a_base_that_would_fill_the_memory_in_float32_keeps_its_dtype(tmp_path: 
         assert load_base(tmp_path).model.dtype == kept
 
 
-def test_what_a_device_computes_in() -> None:
+@pytest.mark.parametrize(("times", "expected"), [(0.5, True), (1.8, False)])
+def test_what_a_device_computes_in(times: float, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dodo.base._times_of_float32", lambda _: times)
     capable = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert computes_in(torch.bfloat16, "cpu") == capable
+    assert computes_in(torch.bfloat16, "cpu") == (capable and expected)
     assert computes_in(torch.float32, "cpu")
     assert computes_in(torch.bfloat16, "cuda")
+
+
+def test_a_product_is_timed_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = _times_of_float32(torch.bfloat16)
+    monkeypatch.setattr("torch.mm", lambda *_: pytest.fail("timed again"))
+    assert 0 < timed < 100
+    assert _times_of_float32(torch.bfloat16) == timed
 
 
 def test_the_attention_backend_is_the_familys_own_unless_asked(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 Nothing here is about Dodo: what comes out is a transformers model, its tokenizer, and the fingerprints of both.
 """
 
+import functools
 import json
+import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +23,8 @@ from dodo.pull import BASES, Progress, gives_back, pull
 __all__ = ["LoadedBase", "Quantization", "computes_in", "load_base"]
 
 Quantization = Literal["4bit", "8bit"]
+SLOWER = 1.3
+"""Times as long as in float32: a type that takes longer on a CPU is left for float32. Seen: 0.5, or 1.8 and more."""
 LONGEST = 300
 """Characters of an error of transformers that are shown."""
 
@@ -51,7 +56,7 @@ def load_base(
 
     Args:
         name: an alias ('smollm2-135m', fetched on first use), a folder, a `.gguf` file, or a hub id.
-        dtype: of the weights in memory; 'auto' takes the stored one, or float32 on a CPU that does not compute in it
+        dtype: of the weights in memory; 'auto' takes the stored one, or float32 on a CPU that is slower in it
             (`computes_in`) and whose memory could hold the weights twice.
         device: where to put it; None: a GPU if there is one.
         quantization: '4bit' or '8bit' through bitsandbytes (an extra).
@@ -108,17 +113,35 @@ def load_base(
 
 
 def computes_in(dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Whether products of matrices in this type are made by instructions for it.
+    """Whether products of matrices take about as long in this type as in float32, or less.
 
-    A CPU without them (most before AVX-512, and all that PyTorch has no oneDNN for) takes several times as long for a text in
-    bfloat16 or float16 as in float32, which each number is turned into on the way.
+    A CPU without instructions for it (most before AVX-512, and all that PyTorch has no oneDNN for) takes several times as long
+    for a text in bfloat16 or float16 as in float32, which each number is turned into on the way. Some that have instructions are
+    slower with them too (AVX-512 BF16 without AMX, on some), others gain by the same ones: where there are any, a product is
+    timed, once in a process.
     """
     if torch.device(device).type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True
     if not torch.backends.mkldnn.is_available():
         return False
     of_type: Any = torch.ops.mkldnn
-    return bool(of_type._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else of_type._is_mkldnn_fp16_supported())
+    has_them = of_type._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else of_type._is_mkldnn_fp16_supported()
+    return bool(has_them) and _times_of_float32(dtype) < SLOWER
+
+
+@functools.cache
+@torch.no_grad()
+def _times_of_float32(dtype: torch.dtype) -> float:
+    """What a product of matrices of a small base's sizes takes on the CPU in this type, with its time in float32 as one."""
+    kinds = (torch.float32, dtype)
+    pairs = {kind: (torch.ones(256, 768, dtype=kind), torch.ones(768, 768, dtype=kind)) for kind in kinds}
+    taken = dict.fromkeys(kinds, math.inf)
+    for _ in range(10):  # the least of several, in turns: another process may take the processor for a while
+        for kind, (left, right) in pairs.items():
+            began = time.perf_counter()
+            torch.mm(left, right)
+            taken[kind] = min(taken[kind], time.perf_counter() - began)
+    return taken[dtype] / taken[torch.float32]
 
 
 def _fits_twice(size: int) -> bool:

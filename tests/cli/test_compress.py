@@ -269,7 +269,7 @@ def test_full_disk_leaves_the_old_file_as_it_was(run, document, models, monkeypa
 @pytest.mark.parametrize(
     ("dtype", "has_it", "noted"), [("bfloat16", False, True), ("bfloat16", True, False), ("auto", False, False)]
 )
-def test_a_type_that_the_cpu_does_not_compute_in_gets_a_note_if_it_was_asked_for(
+def test_a_type_that_the_cpu_is_slower_in_gets_a_note_if_it_was_asked_for(
     run, document, models, monkeypatch, dtype, has_it, noted
 ):
     monkeypatch.setattr("dodo.base.computes_in", lambda *_: has_it)

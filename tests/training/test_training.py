@@ -226,7 +226,7 @@ def test_what_the_machine_can_not_run_is_named(recipe_file: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(("has_it", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_auto_is_bfloat16_where_the_cpu_computes_in_it(
+def test_auto_is_bfloat16_where_the_cpu_is_not_slower_in_it(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, has_it: bool, expected: torch.dtype
 ) -> None:
     monkeypatch.setattr("dodo.training.run.computes_in", lambda *_: has_it)
@@ -235,9 +235,7 @@ def test_auto_is_bfloat16_where_the_cpu_computes_in_it(
     assert all(parameter.dtype == torch.float32 for parameter in dodo.compressor.adapters.parameters())
 
 
-def test_a_run_in_a_type_that_the_cpu_does_not_compute_in_gets_a_warning(
-    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_a_type_that_the_cpu_is_slower_in_gets_a_warning(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dodo.training.run.computes_in", lambda *_: False)
     with pytest.warns(DodoWarning, match="running.dtype=float32"):
         assert load_for_training(load_recipe(recipe_file, ["running.dtype=bfloat16"])).compressor.base.dtype == torch.bfloat16

@@ -213,7 +213,7 @@ def load_model(model: str, device: str | None, dtype: str) -> tuple["Dodo", floa
             raise click.UsageError(f"--model {model}: {error}") from None
     held = loaded.compressor.base.dtype
     if dtype != "auto" and not computes_in(held, loaded.device):
-        note(f"this CPU does not compute in {dtype}: reading a text takes several times as long as with --dtype float32")
+        note(f"this CPU is slower in {dtype}: reading a text takes up to several times as long as with --dtype float32")
     return loaded, time.perf_counter() - began
 
 

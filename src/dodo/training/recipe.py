@@ -202,7 +202,7 @@ class Running:
     accumulate: int = 1
     """Forward passes in one step."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """Of the frozen base; trained parameters stay fp32. auto: bfloat16 where the device computes in it, otherwise float32."""
+    """Of the frozen base; trained parameters stay fp32. auto: bfloat16, but float32 where that is faster."""
     attention: Literal["eager", "sdpa"] = "sdpa"
     fused: bool = True
     checkpoint_gradients: bool = False

@@ -204,7 +204,7 @@ def _next_step(checkpoint: Path | None) -> int | None:
 
 
 def _dtype(running: Running) -> torch.dtype:
-    """Of the base. A type that the CPU does not compute in gets a warning, not another type: a run is what its recipe says."""
+    """Of the base. A type that the CPU is slower in gets a warning, not another type: a run is what its recipe says."""
     on_cpu = running.accelerator == "cpu" or (running.accelerator == "auto" and not torch.cuda.is_available())
     if running.dtype == "auto":
         has_it = computes_in(torch.bfloat16, "cpu") if on_cpu else torch.cuda.is_available() and torch.cuda.is_bf16_supported()
@@ -212,7 +212,7 @@ def _dtype(running: Running) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, running.dtype)
     if on_cpu and not computes_in(dtype, "cpu"):
         warnings.warn(
-            f"this CPU does not compute in {running.dtype}, and a step takes many times as long as in float32: "
+            f"this CPU is slower in {running.dtype}, and a step takes up to many times as long as in float32: "
             "--set running.dtype=float32",
             DodoWarning,
             stacklevel=2,
