@@ -1,13 +1,16 @@
 """4-bit and 8-bit bases through bitsandbytes, which has a CPU build."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from dodo import Dodo
 from dodo.base import load_base
+from dodo.cli import dodo as command
 from dodo.errors import InputError
 from dodo.parameters import parameters_of
 from tests.conftest import small_config, stir
@@ -118,6 +121,16 @@ def test_adapters_trained_on_a_quantized_base_load_on_the_plain_one(bits: str, f
     plain = Dodo.from_pretrained(tmp_path / "saved")
     again = Dodo.from_pretrained(tmp_path / "saved", quantization=bits, device="cpu")
     assert plain.fingerprint == again.fingerprint == dodo.fingerprint
+
+
+@BOTH
+def test_the_command_takes_it(bits: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    flags = ["--model", str(folder), "--quantization", bits, "--device", "cpu", "--json"]
+    shown = CliRunner().invoke(command, ["info", *flags])
+    assert json.loads(shown.stdout)["quantization"] == bits
+    asked = CliRunner().invoke(command, ["ask", str(tmp_path / "text.txt"), "what?", *flags, "--max-new-tokens", "2"])
+    assert asked.exit_code == 0, asked.stderr
 
 
 def test_an_unknown_quantization_is_refused(tmp_path: Path) -> None:

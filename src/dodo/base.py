@@ -77,10 +77,15 @@ def load_base(
         options["use_safetensors"] = True  # never a pickle
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if quantization is not None:
-        options |= {"quantization_config": _bitsandbytes(quantization), "device_map": {"": str(device)}}
     try:
-        check_supported(AutoConfig.from_pretrained(source, **where), allow_untested=allow_untested)
+        config = AutoConfig.from_pretrained(source, **where)
+        check_supported(config, allow_untested=allow_untested)
+        if quantization is not None:
+            if dtype == "auto":
+                stored = config.dtype or torch.float32
+                options["dtype"] = stored if computes_in(stored, device) else torch.float32
+            made = _bitsandbytes(quantization, options["dtype"])
+            options |= {"quantization_config": made, "device_map": {"": str(device)}}
         auto: Any = AutoModelForCausalLM
         model, report = auto.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **where, **options)
         if missing := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
@@ -165,7 +170,8 @@ def _locate(name: str, revision: str | None, progress: Progress) -> tuple[str, d
     return name, {} if revision is None else {"revision": revision}
 
 
-def _bitsandbytes(quantization: str) -> Any:
+def _bitsandbytes(quantization: str, dtype: torch.dtype) -> Any:
+    """Settings of transformers: 4 bits as by QLoRA, products in `dtype`."""
     if quantization not in ("4bit", "8bit"):
         raise InputError(f"quantization must be '4bit' or '8bit', not {quantization!r}")
     try:
@@ -174,7 +180,11 @@ def _bitsandbytes(quantization: str) -> Any:
         raise InputError("a quantised base needs bitsandbytes: pip install 'dodo-lm[quantized]'") from None
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig(load_in_4bit=quantization == "4bit", load_in_8bit=quantization == "8bit")
+    if quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
 
 
 def _keep_differentiable(model: PreTrainedModel) -> None:

@@ -1,6 +1,7 @@
 """Laws of `dodo info`."""
 
 import json
+import shutil
 
 import pytest
 
@@ -45,6 +46,27 @@ def test_base_config_and_model_together_are_refused(run, models):
     result = run("info", "--base-config", "llama-7b", "--model", models.base)
     assert result.exit_code == 2
     assert f"--model {models.base}: has no effect" in result.stderr
+
+
+def test_base_takes_the_place_of_the_one_that_the_adapters_name(run, models, tmp_path):
+    copy = shutil.copytree(models.base, tmp_path / "copy")
+    shown = json.loads(run("info", "--model", models.trained, "--base", copy, "--json").stdout)
+    assert shown["base"] == str(copy)
+    assert shown["adapters"] == "trained"
+
+
+@pytest.mark.parametrize(("model", "named"), [("trained", "trained on base weights"), ("base", "no adapters")])
+def test_a_base_that_does_not_fit_is_refused(run, models, model, named):
+    failed = run("info", "--model", getattr(models, model), "--base", models.other)
+    assert failed.exit_code in (1, 2)
+    assert named in failed.stderr
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--base", "other"), ("--quantization", "4bit"), ("--device", "cpu")])
+def test_flags_of_loading_have_no_effect_with_base_config_and_are_refused(run, no_model, flag, value):
+    failed = run("info", "--base-config", "llama-7b", flag, value)
+    assert failed.exit_code == 2
+    assert f"{flag} {value}" in failed.stderr
 
 
 def test_unknown_base_config_is_a_usage_error_that_names_the_known(run):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from dodo.loading import Loading
 from dodo.model import Dodo
 from tests.conftest import small_config, stir
 from tests.standins.models import byte_tokenizer, tiny_llama
@@ -51,7 +52,7 @@ def app(served: Dodo, tmp_path: Path) -> Callable[..., Any]:
     from dodo.serving.settings import Settings
 
     def make(dodo: Dodo = served, **settings: Any) -> Any:
-        return make_app(Settings(**{"store": tmp_path / "store", "model": MODEL, **settings}), dodo)
+        return make_app(Settings(**{"store": tmp_path / "store", "loading": Loading(MODEL), **settings}), dodo)
 
     return make
 

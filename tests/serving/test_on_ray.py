@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from dodo.loading import Loading
 from dodo.model import Dodo
 from dodo.serving import on_ray
 from dodo.serving.app import make_app
@@ -41,7 +42,7 @@ def test_a_server_over_a_shared_store_takes_texts_and_nuggets_files(
 ) -> None:
     monkeypatch.setattr(on_ray, "_told", lambda answer: answer)
     store = Store(tmp_path / "store")
-    app = make_app(Settings(store=tmp_path, model=MODEL), served, store=SharedStore(Actor(store)))
+    app = make_app(Settings(store=tmp_path, loading=Loading(MODEL)), served, store=SharedStore(Actor(store)))
     with TestClient(app, base_url="http://localhost") as client:
         made = kept(client)
         data = client.get(f"/v1/contexts/{made['id']}/nuggets").content

@@ -14,6 +14,7 @@ import pytest
 
 from dodo.cluster import joined
 from dodo.errors import DodoError, InputError
+from dodo.loading import Loading
 from tests.serving.conftest import MODEL, tiny_base
 from tests.serving.test_app import ASKED, CHATS, NEW, TEXT
 
@@ -36,7 +37,7 @@ def server(tmp_path_factory):
         part.save_pretrained(folder / MODEL)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    settings = Settings(store=folder / "store", model=str(folder / MODEL), keys=(KEY,), max_body=100_000)
+    settings = Settings(store=folder / "store", loading=Loading(str(folder / MODEL)), keys=(KEY,), max_body=100_000)
     with joined(os.environ.get("RAY_ADDRESS"), cpus=2), deployed(settings, Replicas(2), host="127.0.0.1", port=port):
         yield f"http://127.0.0.1:{port}"
 

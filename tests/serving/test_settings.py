@@ -3,6 +3,7 @@
 import pytest
 
 from dodo.errors import InputError
+from dodo.loading import Loading
 from dodo.serving.settings import Settings, read_keys
 
 
@@ -31,6 +32,6 @@ def test_a_byte_order_mark_is_no_part_of_a_key(tmp_path):
 
 def test_a_runs_best_adapters_are_called_by_the_run(tmp_path):
     (tmp_path / "my-run" / "best").mkdir(parents=True)
-    assert Settings(tmp_path, model=str(tmp_path / "my-run" / "best")).name == "my-run"
-    assert Settings(tmp_path, model=str(tmp_path / "my-run")).name == "my-run"
-    assert Settings(tmp_path, model="someone/adapters").name == "someone/adapters"
+    assert Settings(tmp_path, loading=Loading(str(tmp_path / "my-run" / "best"))).name == "my-run"
+    assert Settings(tmp_path, loading=Loading(str(tmp_path / "my-run"))).name == "my-run"
+    assert Settings(tmp_path, loading=Loading("someone/adapters")).name == "someone/adapters"

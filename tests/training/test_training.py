@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from dodo.training.objectives import Way, batch_loss
 from dodo.training.recipe import Optimizer, load_recipe
 from dodo.training.run import load_for_training, train
 from dodo.training.sources import open_sources
-from tests.standins.models import save_base
+from tests.standins.models import save_base, tiny_llama
 
 ROOT = Path(__file__).parents[2]
 WORDS = tuple("the dodo of Mauritius was a bird and nobody has seen one since the last sighting".split())  # noqa: SIM905
@@ -198,6 +199,8 @@ def test_a_folder_with_a_run_is_not_overwritten(recipe_file: Path, tmp_path: Pat
         "running.steps=many",
         "mixture.ratio.low=0",
         "optimizer.average=1",
+        "running.quantization=3bit",
+        "running={strategy: fsdp, quantization: 4bit}",
         "mixture.ratio={low: 1",
     ],
 )
@@ -239,6 +242,23 @@ def test_a_run_in_a_type_that_the_cpu_is_slower_in_gets_a_warning(recipe_file: P
     monkeypatch.setattr("dodo.training.run.computes_in", lambda *_: False)
     with pytest.warns(DodoWarning, match="running.dtype=float32"):
         assert load_for_training(load_recipe(recipe_file, ["running.dtype=bfloat16"])).compressor.base.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_a_quantized_base_trains_and_goes_on_to_the_same_weights(recipe_file: Path, tmp_path: Path, bits: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is an extra")
+    shutil.rmtree(tmp_path / "base")
+    save_base(tmp_path / "base", model=tiny_llama(hidden_size=64, intermediate_size=128))
+    settings = [f"running.quantization={bits}", "running.steps=4"]
+    train(load_recipe(recipe_file, settings), tmp_path / "whole", progress=False)
+    train(load_recipe(recipe_file, [*settings, "running.steps=2"]), tmp_path / "parts", progress=False)
+    train(load_recipe(recipe_file, settings), tmp_path / "parts", resume=True, progress=False)
+    whole, parts = _trained(tmp_path / "whole"), _trained(tmp_path / "parts")
+    assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
+    fresh = load_for_training(load_recipe(recipe_file)).compressor.state_dict()
+    assert any(not torch.equal(weight, fresh[name.removeprefix("compressor.")]) for name, weight in whole.items())
+    plain = Dodo.from_pretrained(tmp_path / "whole" / "last")  # on the base as it is
+    assert plain.is_trained
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(

@@ -11,6 +11,7 @@ from dodo.cli.options import FOR, Sampling, adapters_state, load_model, load_nug
 from dodo.cli.sources import Source
 from dodo.cli.terminal import echo_json, note, reporter
 from dodo.errors import WindowError
+from dodo.loading import Loading
 
 if TYPE_CHECKING:
     from dodo.config import Use
@@ -30,9 +31,7 @@ def run(
     ratio: float | None,
     nuggets: int | None,
     use: "Use",
-    model: str,
-    device: str | None,
-    dtype: str,
+    loading: Loading,
     asked: int | None,
     most: Callable[["Nuggets"], int],
     sampling: Sampling,
@@ -53,7 +52,7 @@ def run(
 
     Other arguments are the flags.
     """
-    dodo, loading = load_model(model, device, dtype)
+    dodo, load_seconds = load_model(loading)
     note_fresh(dodo)
     with reporter() as report:
         if isinstance(source, str):
@@ -79,14 +78,14 @@ def run(
         hint = "lower --max-new-tokens, or compress the text more"
         raise WindowError(f"{str(error).rpartition('; ')[0]}; {hint}") from None
     text = "".join(pieces)
-    seconds = {"load": loading, **before, "first_piece": first or 0.0, key: time.perf_counter() - began}
+    seconds = {"load": load_seconds, **before, "first_piece": first or 0.0, key: time.perf_counter() - began}
     if as_json:
         echo_json(
             {
                 "input": name,
                 **details,
                 key: text,
-                "model": model,
+                "model": loading.model,
                 "adapters": adapters_state(dodo),
                 "n": int(made.lengths),
                 "k": int(made.k),

@@ -15,6 +15,7 @@ from dodo.cli.options import (
     selection_options,
 )
 from dodo.cli.sources import read_source
+from dodo.loading import Loading
 
 if TYPE_CHECKING:
     from dodo.model import Dodo
@@ -49,9 +50,7 @@ def command(
     trust_nuggets: bool,
     ratio: float | None,
     nuggets: int | None,
-    model: str,
-    device: str | None,
-    dtype: str,
+    loading: Loading,
     as_json: bool,
 ) -> None:
     """Answer QUESTION about the text in FILE: a nuggets file, or a text ('-' is standard input) that is compressed first.
@@ -78,9 +77,7 @@ def command(
         ratio=ratio,
         nuggets=nuggets,
         use="questions",
-        model=model,
-        device=device,
-        dtype=dtype,
+        loading=loading,
         asked=max_new_tokens,
         most=lambda made: NEW_TOKENS,
         sampling=sampling,

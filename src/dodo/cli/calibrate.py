@@ -12,6 +12,7 @@ from dodo.cli.options import adapters_state, json_option, load_model, model_opti
 from dodo.cli.sources import write_whole
 from dodo.cli.terminal import counter, echo_json, note
 from dodo.errors import DodoError
+from dodo.loading import Loading
 
 if TYPE_CHECKING:
     from dodo.model import Dodo
@@ -67,9 +68,7 @@ def command(
     seed: int,
     out: Path | None,
     force: bool,
-    model: str,
-    device: str | None,
-    dtype: str,
+    loading: Loading,
     as_json: bool,
 ) -> None:
     """Estimate the thresholds on scores that `generate` and `chat` need for a --ratio, from the texts of CORPUS.
@@ -90,9 +89,9 @@ def command(
         if not RATIOS[0] <= ratio <= RATIOS[-1]:
             raise click.UsageError(f"--ratio {ratio:g}: thresholds are for {RATIOS[0]:g} to {RATIOS[-1]:g}")
     resolve([*corpus, *check])
-    home = adapter_files.find(model)
-    out = _checked_out(home, model, out, force=force)
-    dodo, _ = load_model(model, device, dtype)
+    home = adapter_files.find(loading.model)
+    out = _checked_out(home, loading.model, out, force=force)
+    dodo, _ = load_model(loading)
     note_fresh(dodo)
     share = {} if held_out is None else {"held_out": held_out}
     with counter("token") as progress:
@@ -103,7 +102,7 @@ def command(
     if as_json:
         echo_json(
             {
-                "model": model,
+                "model": loading.model,
                 "adapters": adapters_state(dodo),
                 "folder": str(out),
                 "feature_window": made.thresholds.feature_window,

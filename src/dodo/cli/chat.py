@@ -10,6 +10,7 @@ from dodo.cli.options import Sampling, json_option, language_model_options, load
 from dodo.cli.terminal import echo_json, note
 from dodo.cli.writing import check_threshold, held, held_line, language_model, memory_options
 from dodo.errors import InputError
+from dodo.loading import Loading
 
 if TYPE_CHECKING:
     from dodo.chat import Chat
@@ -43,9 +44,7 @@ def command(
     temperature: float | None,
     top_p: float | None,
     seed: int | None,
-    model: str,
-    device: str | None,
-    dtype: str,
+    loading: Loading,
     as_json: bool,
 ) -> None:
     """Talk: a line in, an answer out, without end. Of what left the window only tokens that score above a threshold are held.
@@ -56,15 +55,17 @@ def command(
     """
     check_threshold(ratio, threshold)
     sampling = Sampling(temperature, top_p, seed)
-    dodo, _ = load_model(model, device, dtype)
+    dodo, _ = load_model(loading)
     note_fresh(dodo)
-    lm = language_model(dodo, model, ratio=ratio, threshold=threshold, window=window, segment=segment, max_states=max_states)
+    lm = language_model(
+        dodo, loading.model, ratio=ratio, threshold=threshold, window=window, segment=segment, max_states=max_states
+    )
     from dodo.chat import Chat
 
     try:
         chat = Chat(dodo, lm, system=system)
     except InputError as error:
-        flag = "--system" if "system" in str(error) else f"--model {model}"
+        flag = "--system" if "system" in str(error) else f"--model {loading.model}"
         raise click.UsageError(f"{flag}: {error}") from None
     settings, most = sampling.settings(), max_new_tokens or NEW_TOKENS
     while (line := _read_line()) is not None:

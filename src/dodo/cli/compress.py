@@ -21,6 +21,7 @@ from dodo.cli.options import (
 )
 from dodo.cli.sources import check_output, read_text
 from dodo.cli.terminal import echo_json, reporter, table
+from dodo.loading import Loading
 
 __all__ = ["command"]
 
@@ -60,9 +61,7 @@ def command(
     ratio: float | None,
     nuggets: int | None,
     use: Any,
-    model: str,
-    device: str | None,
-    dtype: str,
+    loading: Loading,
     storage: Any,
     positions: Any,
     force: bool,
@@ -84,7 +83,7 @@ def command(
     text = read_text(file)
     check_output(output, flag="--output", force=force)
 
-    dodo, loading = load_model(model, device, dtype)
+    dodo, load_seconds = load_model(loading)
     note_fresh(dodo)
     if positions is not None:
         dodo.compressor.config = dataclasses.replace(dodo.config, positions=positions)
@@ -94,12 +93,12 @@ def command(
         made = dodo.compress(text, ratio=ratio, nuggets=nuggets, use=use)
         compressed = time.perf_counter()
         made.save(output, storage=storage)
-        seconds = {"load": loading, "compress": compressed - began, "write": time.perf_counter() - compressed}
+        seconds = {"load": load_seconds, "compress": compressed - began, "write": time.perf_counter() - compressed}
 
     result: dict[str, Any] = {
         "input": file,
         "output": str(output),
-        "model": model,
+        "model": loading.model,
         "adapters": adapters_state(dodo),
         "n": int(made.lengths),
         "k": int(made.k),

@@ -10,6 +10,7 @@ from dodo.cli.compress import STORAGE
 from dodo.cli.options import check_device, check_selection, json_option, model_options, selection_options, size, use_option
 from dodo.cli.terminal import counter, echo_json, silence_libraries, table, warn
 from dodo.errors import DodoError
+from dodo.loading import Loading
 
 __all__ = ["command"]
 
@@ -45,9 +46,7 @@ def command(
     ratio: float | None,
     nuggets: int | None,
     use: Any,
-    model: str,
-    device: str | None,
-    dtype: str,
+    loading: Loading,
     storage: str | None,
     workers: int,
     ray: bool,
@@ -67,11 +66,11 @@ def command(
     for flag, value in (("--ray-address", ray_address), ("--gpus-per-worker", gpus_per_worker)):
         if value is not None and not ray:
             raise click.UsageError(f"{flag} {value}: is for workers on Ray; add --ray")
-    if device is not None and not ray:  # the workers may have what this machine lacks
-        check_device(device)
+    if loading.device is not None and not ray:  # the workers may have what this machine lacks
+        check_device(loading.device)
     from dodo.corpus.work import Settings
 
-    settings = Settings(model, device=device, dtype=dtype, ratio=ratio, nuggets=nuggets, use=use, storage=storage)
+    settings = Settings(loading, ratio=ratio, nuggets=nuggets, use=use, storage=storage)
     began = time.perf_counter()
     with counter("documents") as show:
         more: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dodo.cli.options import (
 )
 from dodo.cli.terminal import counter, echo_json, table
 from dodo.evaluation.names import METHODS_OF, PEERS, WITHOUT_RATIO
+from dodo.loading import Loading
 
 __all__ = ["command"]
 
@@ -107,9 +109,7 @@ def command(
     examples: int,
     peers_python: Path | None,
     out: Path | None,
-    model: str | None,
-    device: str | None,
-    dtype: str,
+    loading: Loading,
     as_json: bool,
 ) -> None:
     """Measure a method on TASK.
@@ -139,8 +139,8 @@ def command(
     if method in PEERS:
         find_python(peers_python)  # before the model is loaded
     of_language_models = task in ("perplexity", "endless")
-    model = model or (DEFAULT_LANGUAGE_MODEL if of_language_models else DEFAULT_MODEL)
-    dodo, _ = load_model(model, device, dtype)
+    model = loading.model or (DEFAULT_LANGUAGE_MODEL if of_language_models else DEFAULT_MODEL)
+    dodo, _ = load_model(replace(loading, model=model))
     if method in ("dodo", "threshold", "top-k", "stride", "random", "compressive", "theta"):
         note_fresh(dodo)
     used = ratio if ratio is not None else 10.0 if of_language_models else dodo.config.ratio

@@ -18,6 +18,7 @@ from dodo.cli.options import (
 from dodo.cli.sources import read_text
 from dodo.cli.terminal import counter, echo_json, note
 from dodo.cli.writing import check_threshold, held, held_line, language_model, memory_options
+from dodo.loading import Loading
 
 __all__ = ["command"]
 
@@ -50,9 +51,7 @@ def command(
     top_p: float | None,
     seed: int | None,
     stats: bool,
-    model: str,
-    device: str | None,
-    dtype: str,
+    loading: Loading,
     as_json: bool,
 ) -> None:
     """Go on with the text in FILE ('-' is standard input), or with --prompt, however long it is.
@@ -69,9 +68,11 @@ def command(
     text = prompt if file is None else read_text(file)
     assert text is not None
 
-    dodo, loading = load_model(model, device, dtype)
+    dodo, load_seconds = load_model(loading)
     note_fresh(dodo)
-    lm = language_model(dodo, model, ratio=ratio, threshold=threshold, window=window, segment=segment, max_states=max_states)
+    lm = language_model(
+        dodo, loading.model, ratio=ratio, threshold=threshold, window=window, segment=segment, max_states=max_states
+    )
     from dodo.streaming import StreamingCache
 
     cache, ids = StreamingCache(lm), dodo.document_ids(text)
@@ -99,7 +100,7 @@ def command(
             {
                 "input": "--prompt" if file is None else file,
                 "text": "".join(pieces),
-                "model": model,
+                "model": loading.model,
                 "adapters": adapters_state(dodo),
                 "threshold": cache.threshold if abs(cache.threshold) != float("inf") else str(cache.threshold),
                 "tokens_read": len(ids),
@@ -107,7 +108,7 @@ def command(
                 **held(cache),
                 "tokens_per_second": {name: round(value, 2) for name, value in speed.items()},
                 "seed": sampling.seed,
-                "seconds": {name: round(s, 4) for name, s in {"load": loading, "read": read, "write": written}.items()},
+                "seconds": {name: round(s, 4) for name, s in {"load": load_seconds, "read": read, "write": written}.items()},
             }
         )
         return

@@ -7,6 +7,7 @@ import click
 
 from dodo.cli.options import adapters_state, json_option, load_model, model_options, note_fresh, size
 from dodo.cli.terminal import echo_json, reporter, silence_libraries, table
+from dodo.loading import Loading
 
 if TYPE_CHECKING:
     from dodo.config import DodoConfig
@@ -33,12 +34,12 @@ Examples:
 )
 @json_option
 @click.pass_context
-def command(ctx: click.Context, model: str, device: str | None, dtype: str, base_config: str | None, as_json: bool) -> None:
+def command(ctx: click.Context, loading: Loading, base_config: str | None, as_json: bool) -> None:
     """Show a model's configuration and the number of its parameters (the paper's Table 5)."""
     if base_config is None:
-        configuration, settings, rows = _loaded(model, device, dtype)
+        configuration, settings, rows = _loaded(loading)
     else:
-        for flag in ("model", "device", "dtype"):
+        for flag in ("model", "base", "device", "dtype", "quantization"):
             if ctx.get_parameter_source(flag) is not click.core.ParameterSource.DEFAULT:
                 raise click.UsageError(f"--{flag} {ctx.params[flag]}: has no effect with --base-config; leave one of them out")
         configuration, settings, rows = _known(base_config)
@@ -57,22 +58,23 @@ def command(ctx: click.Context, model: str, device: str | None, dtype: str, base
     click.echo(_parameter_table(rows))
 
 
-def _loaded(model: str, device: str | None, dtype: str) -> tuple[dict[str, Any], "DodoConfig", "list[ParameterRow]"]:
-    dodo, _ = load_model(model, device, dtype)
+def _loaded(loading: Loading) -> tuple[dict[str, Any], "DodoConfig", "list[ParameterRow]"]:
+    dodo, _ = load_model(loading)
     note_fresh(dodo)
     from dodo.parameters import parameters_of
 
     base = dodo.compressor.base
     configuration = {
-        "model": model,
+        "model": loading.model,
         "adapters": adapters_state(dodo),
         "base": dodo.config.base,
         **_architecture(base.config, base.dtype.itemsize),
         "dtype": str(base.dtype).removeprefix("torch."),
+        "quantization": loading.quantization or "none",
         "device": str(dodo.device),
         "fingerprint": " ".join(f"{name}:{value}" for name, value in vars(dodo.fingerprint).items()),
     }
-    return configuration, dodo.config, parameters_of(dodo.compressor, name=str(dodo.config.base or model))
+    return configuration, dodo.config, parameters_of(dodo.compressor, name=str(dodo.config.base or loading.model))
 
 
 def _known(name: str) -> tuple[dict[str, Any], "DodoConfig", "list[ParameterRow]"]:

@@ -20,6 +20,7 @@ from dodo.cli.options import (
 )
 from dodo.cli.sources import check_output, read_text, write_whole
 from dodo.cli.terminal import echo_json, note, reporter
+from dodo.loading import Loading
 
 __all__ = ["command"]
 
@@ -48,9 +49,7 @@ def command(
     html: Path | None,
     png: Path | None,
     force: bool,
-    model: str,
-    device: str | None,
-    dtype: str,
+    loading: Loading,
     as_json: bool,
 ) -> None:
     """Show the text in FILE ('-' is standard input) with each token shaded by its score, and the nuggets on green.
@@ -71,7 +70,7 @@ def command(
 
     if png is not None:
         check_plotting()
-    dodo, _ = load_model(model, device, dtype)
+    dodo, _ = load_model(loading)
     note_fresh(dodo)
     from dodo.inspection import inspect_text, to_marked_text, to_terminal
     from dodo.inspection_html import to_html
@@ -89,7 +88,7 @@ def command(
         echo_json(
             {
                 "input": file,
-                "model": model,
+                "model": loading.model,
                 "adapters": adapters_state(dodo),
                 "n": seen.n,
                 "k": seen.k,

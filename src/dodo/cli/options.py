@@ -1,17 +1,19 @@
 """Flags that several verbs share, and what they stand for: a loaded model, nuggets of a source, settings of generation."""
 
+import functools
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from dodo.cli.sources import Source
 from dodo.cli.terminal import note, reporter, silence_libraries
 from dodo.errors import FingerprintMismatch, InputError
+from dodo.loading import Loading
 
 if TYPE_CHECKING:
     from dodo.config import Use
@@ -60,9 +62,17 @@ def ratio_value(value: str) -> float:
 
 
 def model_options_for(default: str | None, *, shown: str | bool = True) -> Callable[[F], F]:
-    """--model with a default, and what help says of it, --device, --dtype."""
+    """--model with a default, and what help says of it, --base, --device, --dtype, --quantization: one argument,
+    `loading`. Without a default, its model is "" where none is named."""
 
     def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def with_loading(
+            *args: Any, model: str | None, base: str | None, device: str | None, dtype: str, quantization: Any, **flags: Any
+        ) -> Any:
+            return function(*args, loading=Loading(model or "", base, device, dtype, quantization), **flags)
+
+        decorated: Any = with_loading
         for option in (
             click.option(
                 "--dtype",
@@ -71,7 +81,17 @@ def model_options_for(default: str | None, *, shown: str | bool = True) -> Calla
                 show_default=True,
                 help="Type of the base's weights in memory; auto takes the stored one, or float32 on a CPU that is slow in it.",
             ),
+            click.option(
+                "--quantization",
+                type=click.Choice(["4bit", "8bit"]),
+                help="Hold the base's weights in so many bits, through bitsandbytes. [default: no]",
+            ),
             click.option("--device", help="Where to compute: cpu, cuda, cuda:1, mps. [default: a GPU if there is one]"),
+            click.option(
+                "--base",
+                metavar="B",
+                help="The base, in place of the one that the adapters name: alias, folder, .gguf file or hub id.",
+            ),
             click.option(
                 "--model",
                 "-m",
@@ -81,8 +101,8 @@ def model_options_for(default: str | None, *, shown: str | bool = True) -> Calla
                 help="Adapters (folder or hub id), or a base: alias, folder, .gguf file or hub id.",
             ),
         ):
-            function = option(function)
-        return function
+            decorated = option(decorated)
+        return cast(F, decorated)
 
     return decorate
 
@@ -189,31 +209,27 @@ def check_selection(ratio: float | None, nuggets: int | None) -> None:
         raise click.UsageError(f"--ratio {ratio:g} and --nuggets {nuggets}: give one of them, not both")
 
 
-def load_model(model: str, device: str | None, dtype: str) -> tuple["Dodo", float]:
-    """The model that --model, --device and --dtype name, and the seconds it took to load, imports included.
+def load_model(loading: Loading) -> tuple["Dodo", float]:
+    """The model that --model and the flags beside it name, and the seconds it took to load, imports included.
 
     Raises:
         click.UsageError: a flag's value names nothing that can be used.
     """
     began = time.perf_counter()
     with reporter() as report:
-        report(f"loading {model}", 0, 0)
+        report(f"loading {loading.model}", 0, 0)
         silence_libraries()
-        import torch
-
         from dodo.base import computes_in
-        from dodo.model import Dodo
 
-        if device is not None:
-            check_device(device)
-        kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
+        if loading.device is not None:
+            check_device(loading.device)
         try:
-            loaded = Dodo.from_pretrained(model, device=device, dtype=kind, progress=report)
+            loaded = loading.load(report)
         except InputError as error:
-            raise click.UsageError(f"--model {model}: {error}") from None
+            raise click.UsageError(f"--model {loading.model}: {error}") from None
     held = loaded.compressor.base.dtype
-    if dtype != "auto" and not computes_in(held, loaded.device):
-        note(f"this CPU is slower in {dtype}: reading a text takes up to several times as long as with --dtype float32")
+    if loading.dtype != "auto" and not computes_in(held, loaded.device):
+        note(f"this CPU is slower in {loading.dtype}: reading a text takes up to several times as long as with --dtype float32")
     return loaded, time.perf_counter() - began
 
 

@@ -13,6 +13,7 @@ from dodo.cli.options import (
     selection_options,
 )
 from dodo.cli.sources import read_source
+from dodo.loading import Loading
 
 __all__ = ["command"]
 
@@ -39,9 +40,7 @@ def command(
     trust_nuggets: bool,
     ratio: float | None,
     nuggets: int | None,
-    model: str,
-    device: str | None,
-    dtype: str,
+    loading: Loading,
     as_json: bool,
 ) -> None:
     """Rebuild the text whose nuggets are in FILE: a nuggets file, or a text that is compressed first.
@@ -62,9 +61,7 @@ def command(
         ratio=ratio,
         nuggets=nuggets,
         use="text",
-        model=model,
-        device=device,
-        dtype=dtype,
+        loading=loading,
         asked=max_new_tokens,
         most=lambda made: int(made.lengths) + 1,
         sampling=sampling,

@@ -10,6 +10,7 @@ import click
 
 from dodo.cli.options import json_option, load_model, model_options, note_fresh, ratio_value
 from dodo.cli.terminal import echo_json, note
+from dodo.loading import Loading
 
 if TYPE_CHECKING:
     from dodo.serving.settings import Settings
@@ -84,9 +85,7 @@ def command(
     replicas: int | None,
     cpus_per_replica: float | None,
     gpus_per_replica: float | None,
-    model: str,
-    device: str | None,
-    dtype: str,
+    loading: Loading,
     as_json: bool,
 ) -> None:
     """Keep documents compressed, and answer questions over them for any OpenAI client.
@@ -118,9 +117,7 @@ def command(
             raise click.UsageError(f"{flag} {value}: is for a server on Ray; add --ray")
     settings = Settings(
         store=store or _default_store(),
-        model=model,
-        device=device,
-        dtype=dtype,
+        loading=loading,
         keys=() if api_key_file is None else read_keys(api_key_file),
         cors_origins=cors_origins,
         compress_over=compress_over,
@@ -145,7 +142,7 @@ def command(
         _serve_on_ray(settings, number, cpus, gpus, ray_address, host=host, port=port, as_json=as_json)
         return
     with listening:
-        dodo, _ = load_model(model, device, dtype)
+        dodo, _ = load_model(loading)
         note_fresh(dodo)
         _say_where(settings, host, port, as_json)
         server = uvicorn.Server(uvicorn.Config(make_app(settings, dodo), log_level="warning", timeout_graceful_shutdown=5))

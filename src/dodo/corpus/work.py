@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dodo.errors import DodoError, DodoWarning, InputError, is_out_of_memory
+from dodo.loading import Loading
 
 if TYPE_CHECKING:
     from dodo.model import Dodo
@@ -33,15 +34,13 @@ Outcome = dict[str, Any]
 class Settings:
     """How documents are compressed.
 
-    model, device, dtype: as `Dodo.from_pretrained` takes them; dtype by name.
+    loading: of the model.
     ratio: tokens per nugget; or nuggets: their number; neither: the model's own ratio.
     use: what they are compressed for.
     storage: type of keys and values in the files; None keeps the model's.
     """
 
-    model: str
-    device: str | None = None
-    dtype: str = "auto"
+    loading: Loading
     ratio: float | None = None
     nuggets: int | None = None
     use: Literal["questions", "text"] = "questions"
@@ -50,8 +49,9 @@ class Settings:
 
 def key_of(text: str, model: str, settings: Settings) -> str:
     """A hash of the text, the model's `fingerprint` and the settings."""
-    telling = [text, model, settings.ratio, settings.nuggets, settings.storage, settings.dtype]
+    telling = [text, model, settings.ratio, settings.nuggets, settings.storage, settings.loading.dtype]
     telling += [] if settings.use == "questions" else [settings.use]
+    telling += [quantized] if (quantized := settings.loading.quantization) else []
     return hashlib.sha256(json.dumps(telling).encode()).hexdigest()
 
 
@@ -164,9 +164,6 @@ def forget() -> None:
 def _model(settings: Settings, threads: int | None) -> "Dodo":
     import torch
 
-    from dodo.model import Dodo
-
     if threads is not None:
         torch.set_num_threads(threads)
-    dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return Dodo.from_pretrained(settings.model, device=settings.device, dtype=dtype)
+    return settings.loading.load()

@@ -23,7 +23,7 @@ from dodo.serving.service import Service
 from dodo.serving.settings import Settings
 from dodo.serving.store import AnyStore
 
-__all__ = ["load", "make_app"]
+__all__ = ["make_app"]
 
 
 def make_app(settings: Settings, dodo: Dodo | None = None, *, store: AnyStore | None = None) -> FastAPI:
@@ -38,7 +38,7 @@ def make_app(settings: Settings, dodo: Dodo | None = None, *, store: AnyStore | 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        model = await asyncio.to_thread(load, settings) if dodo is None else dodo
+        model = await asyncio.to_thread(settings.loading.load) if dodo is None else dodo
         service = app.state.service = Service.start(settings, model, metrics, now=int(time.time()), store=store)
         try:
             yield
@@ -73,15 +73,3 @@ def make_app(settings: Settings, dodo: Dodo | None = None, *, store: AnyStore | 
     app.add_middleware(Browsers, origins=settings.cors_origins, any_host=bool(settings.keys))
     app.add_middleware(Observed, metrics=metrics)
     return app
-
-
-def load(settings: Settings) -> Dodo:
-    """The model that the settings name.
-
-    Raises:
-        InputError, FingerprintMismatch, DownloadError, UnsupportedModelError: see `Dodo.from_pretrained`.
-    """
-    import torch
-
-    dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return Dodo.from_pretrained(settings.model, device=settings.device, dtype=dtype)

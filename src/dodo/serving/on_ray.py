@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 
 from dodo.errors import DodoError, InputError
 from dodo.nuggets import Nuggets
-from dodo.serving.app import load, make_app
+from dodo.serving.app import make_app
 from dodo.serving.settings import Settings
 from dodo.serving.store import Context, Store
 
@@ -76,8 +75,7 @@ def deployed(settings: Settings, replicas: Replicas, *, host: str, port: int) ->
     if serve.status().proxies:
         reason = "Ray Serve runs on this cluster already, perhaps listening where others can ask"
         raise DodoError(f"{reason}; end it with: serve shutdown")
-    if Path(settings.model).exists():
-        settings = replace(settings, model=str(Path(settings.model).resolve()))
+    settings = replace(settings, loading=settings.loading.from_anywhere())
     limits = {"memory_limit": settings.memory_limit, "disk_limit": settings.disk_limit, "storage": settings.storage}
     folder = settings.store.absolute()
     Store(folder).close()  # if it can't be used, that is said here
@@ -114,7 +112,7 @@ def _builder(settings: Settings) -> Callable[[], FastAPI]:
         import ray
 
         store = SharedStore(ray.get_actor(STORE, namespace=NAMESPACE))
-        return make_app(settings, load(settings), store=store)
+        return make_app(settings, settings.loading.load(), store=store)
 
     return build
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from dodo.errors import InputError
+from dodo.loading import Loading
 from dodo.nuggets_file import StorageType
 
 __all__ = ["Settings", "is_loopback", "read_keys"]
@@ -17,8 +18,7 @@ class Settings:
     """How to serve.
 
     store: folder of the contexts.
-    model: adapters or base, as `Dodo.from_pretrained` takes it; its name is that of the model in the API.
-    device, dtype: where to compute, and the type of the base's weights; "auto" as for `load_base`.
+    loading: of the model; its name is that of the model in the API.
     keys: whoever asks must have one of these; none: whoever can connect may ask.
     cors_origins: pages of these origins may ask, such as "https://example.org".
     compress_over: messages of more tokens than this are compressed; None: never.
@@ -33,9 +33,7 @@ class Settings:
     """
 
     store: Path
-    model: str = "smollm2-135m"
-    device: str | None = None
-    dtype: str = "auto"
+    loading: Loading = Loading()
     keys: tuple[str, ...] = field(default=(), repr=False)
     cors_origins: tuple[str, ...] = ()
     compress_over: int | None = None
@@ -64,9 +62,10 @@ class Settings:
     @property
     def name(self) -> str:
         """The model's name in the API: as it was asked for; a folder by its last part, a run's `best` or `last` by the run's."""
-        if not Path(self.model).exists():
-            return self.model
-        folder = Path(self.model).resolve()
+        model = self.loading.model
+        if not Path(model).exists():
+            return model
+        folder = Path(model).resolve()
         return folder.parent.name if folder.name in ("best", "last") else folder.name
 
 

@@ -203,6 +203,8 @@ class Running:
     """Forward passes in one step."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     """Of the frozen base; trained parameters stay fp32. auto: bfloat16, but float32 where that is faster."""
+    quantization: Literal["4bit", "8bit"] | None = None
+    """Of the frozen base, through bitsandbytes (an extra), as by QLoRA. Not with fsdp or DeepSpeed."""
     attention: Literal["eager", "sdpa"] = "sdpa"
     fused: bool = True
     checkpoint_gradients: bool = False
@@ -233,6 +235,8 @@ class Running:
         _at_least("running", self, 1, "steps", "tokens", "accumulate", "devices", "nodes")
         _at_least("running", self, 1, "validate_every", "validation_texts", "save_every")
         _at_least("running", self, 0, "reconstruct", "patience", "seed")
+        if self.quantization and self.strategy not in ("auto", "ddp"):
+            raise InputError(f"running.quantization is for the strategies auto and ddp, not for {self.strategy}")
         if min(self.validation_lengths, default=0) < 1 or min(self.validation_ratios, default=0) < 1:
             raise InputError("running: validation_lengths and validation_ratios are lists of numbers of at least 1")
 

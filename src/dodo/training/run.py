@@ -160,14 +160,15 @@ def train(
 
 
 def load_for_training(recipe: Recipe) -> Dodo:
-    """The recipe's base in the dtype of the run, with fp32 adapters: fresh ones, or those of `recipe.start`."""
+    """The recipe's base in the dtype of the run, or quantised, with fp32 adapters: fresh ones, or those of `recipe.start`."""
     running = recipe.running
     dodo = Dodo.from_pretrained(
         recipe.base,
         config=recipe.config,
         dtype=_dtype(running),
         attn_implementation=running.attention,
-        device="cpu",  # Lightning moves it
+        quantization=running.quantization,
+        device=_device(running),
     )
     if recipe.start is not None and recipe.start_with == "scorer":
         load_scorer(dodo.compressor, Path(recipe.start))
@@ -201,6 +202,12 @@ def _next_step(checkpoint: Path | None) -> int | None:
     if checkpoint is None or checkpoint.is_dir():
         return None
     return int(torch.load(checkpoint, map_location="cpu", weights_only=True)["global_step"]) + 1
+
+
+def _device(running: Running) -> str:
+    """Where the base is loaded. Lightning moves it, but a quantised one is made where it stays."""
+    on_cuda = running.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if running.quantization and on_cuda else "cpu"
 
 
 def _dtype(running: Running) -> torch.dtype:
