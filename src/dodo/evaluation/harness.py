@@ -25,8 +25,10 @@ except ImportError as error:
 
 from dodo.adapters import THETA
 from dodo.architecture import AT_ONCE, backbone, logits_of
+from dodo.base import Quantization
 from dodo.errors import InputError
 from dodo.generation import pad_rows
+from dodo.loading import Loading
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
 
@@ -44,8 +46,8 @@ class DodoLM(TemplateLM):
         window, segment: of the autoregressive LM; see `Dodo.autoregressive`.
         batch_size: contexts at a time, each compressed once for all its continuations; and continuations at a time.
         max_gen_toks: tokens written, where a task does not say.
-        device, dtype: where the model is loaded. The harness asks for `cuda:0` unless told otherwise; where there is none, the
-            default device is taken, as its own models do.
+        base, device, dtype, quantization: see `Loading`. The harness asks for `cuda:0` unless told otherwise; where there is
+            none, the default device is taken, as its own models do.
 
     Raises:
         InputError: `whole` or `batch_size` is no number of at least 1, or see `Dodo.from_pretrained`.
@@ -63,15 +65,16 @@ class DodoLM(TemplateLM):
         max_gen_toks: int = 256,
         device: str | None = None,
         dtype: str = "auto",
+        base: str | None = None,
+        quantization: Quantization | None = None,
         **_: Any,
     ) -> None:
         super().__init__()
         if not str(batch_size).isdigit() or int(batch_size) < 1 or whole < 1:
             raise InputError(f"batch_size and whole must be whole numbers of at least 1, not {batch_size!r} and {whole!r}")
-        kind = dtype if dtype == "auto" else getattr(torch, dtype)
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
             device = None
-        self.dodo = model if isinstance(model, Dodo) else Dodo.from_pretrained(model, device=device, dtype=kind)
+        self.dodo = model if isinstance(model, Dodo) else Loading(model, base, device, dtype, quantization).load()
         self.tokenizer = self.dodo.tokenizer
         self.ratio = self.dodo.config.ratio if ratio is None else float(ratio)
         self.whole, self.window, self.segment = whole, window, segment
