@@ -4,7 +4,8 @@
 
 The matrices of phi and theta are averaged, A and B each by itself, in fp32, by the weights behind `=` (shares of their sum; 1
 without). Configuration, scorer, soft token and thresholds are those of the set named last, for what a scorer learned may not be
-what an earlier one did. The result is a set like any other; `average.json` in it says what it was made of. Sets without a common
+what an earlier one did. The result is a set like any other; `average.json` in it says what it was made of; an average
+in turn counts as the sets that it was made of. Sets without a common
 start are refused: their matrices stand for other things, and the average for nothing.
 """
 
@@ -13,6 +14,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -45,8 +47,9 @@ def main() -> None:
         mean = _average([load_file(folder / file) for folder in folders], list(shares.values()))
         save_file(mean, given.out / file, {"format": "pt"})
     made = [
-        {"set": folder, "share": share, "adapter": one.fingerprint.adapter}
+        part
         for (folder, share), one in zip(shares.items(), sets, strict=True)
+        for part in _parts(folder, share, one.fingerprint.adapter)
     ]
     (given.out / "average.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
     print(f"{given.out}: adapter {Dodo.from_pretrained(str(given.out)).fingerprint.adapter}")
@@ -65,6 +68,14 @@ def _shares(sets: list[str]) -> dict[str, float]:
     if len(weights) < len(sets) or not all(math.isfinite(weight) and weight > 0 for weight in weights.values()):
         raise SystemExit("weights must be positive numbers, and each set named once")
     return {folder: weight / total for folder, weight in weights.items()}
+
+
+def _parts(folder: str, share: float, adapter: str) -> list[dict[str, Any]]:
+    """What a set adds to `average.json`: itself, or the sets that it is an average of."""
+    there = Path(folder) / "average.json"
+    if not there.exists():
+        return [{"set": folder, "share": share, "adapter": adapter}]
+    return [part | {"share": share * part["share"]} for part in json.loads(there.read_text(encoding="utf-8"))]
 
 
 def _norm(tensors: dict[str, torch.Tensor]) -> float:
