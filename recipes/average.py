@@ -46,12 +46,11 @@ def main() -> None:
     for file in MATRICES:
         mean = _average([load_file(folder / file) for folder in folders], list(shares.values()))
         save_file(mean, given.out / file, {"format": "pt"})
-    made = [
-        part
-        for (folder, share), one in zip(shares.items(), sets, strict=True)
-        for part in _parts(folder, share, one.fingerprint.adapter)
-    ]
-    (given.out / "average.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+    made: dict[str, dict[str, Any]] = {}
+    for (folder, share), one in zip(shares.items(), sets, strict=True):
+        for part in _parts(folder, share, one.fingerprint.adapter):
+            made[part["adapter"]] = part | {"share": part["share"] + made.get(part["adapter"], {"share": 0})["share"]}
+    (given.out / "average.json").write_text(json.dumps(list(made.values()), indent=2) + "\n", encoding="utf-8")
     print(f"{given.out}: adapter {Dodo.from_pretrained(str(given.out)).fingerprint.adapter}")
 
 

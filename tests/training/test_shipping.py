@@ -109,9 +109,14 @@ def test_what_parts_came_to_is_averaged_and_ships(recipe_file, tmp_path, shipped
     scorer = "scorer.safetensors"
     assert (out / scorer).read_bytes() == (second / "last" / scorer).read_bytes() != (first / "last" / scorer).read_bytes()
 
-    path = (
-        out / "dodo_config.json"
-    )  # of the second part, which had not learned with it; the last of the recipes would say that it had
+    again = tmp_path / "again"
+    average(monkeypatch, first / "last", out, "--out", again)  # an average counts as what it was made of
+    assert {part["set"]: part["share"] for part in json.loads((again / "average.json").read_text(encoding="utf-8"))} == {
+        str(first / "last"): 0.625,
+        str(second / "last"): 0.375,
+    }
+
+    path = out / "dodo_config.json"  # of the second part, which had not learned with it; the last recipe would say that it had
     path.write_text(
         json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"selection": "coverage", "runs": True}), encoding="utf-8"
     )
