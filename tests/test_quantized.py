@@ -128,7 +128,7 @@ def test_the_command_takes_it(bits: str, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     flags = ["--model", str(folder), "--quantization", bits, "--device", "cpu", "--json"]
     shown = CliRunner().invoke(command, ["info", *flags])
-    assert json.loads(shown.stdout)["quantization"] == bits
+    assert json.loads(shown.stdout)["dtype"] == f"{bits}, float32"
     asked = CliRunner().invoke(command, ["ask", str(tmp_path / "text.txt"), "what?", *flags, "--max-new-tokens", "2"])
     assert asked.exit_code == 0, asked.stderr
 

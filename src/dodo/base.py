@@ -9,7 +9,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import psutil
 import torch
@@ -20,7 +20,7 @@ from dodo.architecture import check_supported
 from dodo.errors import DodoError, InputError
 from dodo.pull import BASES, Progress, gives_back, pull
 
-__all__ = ["LoadedBase", "Quantization", "computes_in", "load_base"]
+__all__ = ["LoadedBase", "Quantization", "computes_in", "held_in", "load_base"]
 
 Quantization = Literal["4bit", "8bit"]
 SLOWER = 1.3
@@ -132,6 +132,13 @@ def computes_in(dtype: torch.dtype, device: torch.device | str) -> bool:
     of_type: Any = torch.ops.mkldnn
     has_them = of_type._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else of_type._is_mkldnn_fp16_supported()
     return bool(has_them) and _times_of_float32(dtype) < SLOWER
+
+
+def held_in(model: PreTrainedModel) -> str:
+    """The type of a base's weights in memory, as records say it: `bfloat16`; of a quantised one `4bit, bfloat16`, the second of
+    its products."""
+    bits = [bits for bits in get_args(Quantization) if getattr(model, f"is_loaded_in_{bits}", False)]
+    return ", ".join([*bits, str(model.dtype).removeprefix("torch.")])
 
 
 @functools.cache

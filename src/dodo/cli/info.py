@@ -61,6 +61,7 @@ def command(ctx: click.Context, loading: Loading, base_config: str | None, as_js
 def _loaded(loading: Loading) -> tuple[dict[str, Any], "DodoConfig", "list[ParameterRow]"]:
     dodo, _ = load_model(loading)
     note_fresh(dodo)
+    from dodo.base import held_in
     from dodo.parameters import parameters_of
 
     base = dodo.compressor.base
@@ -69,8 +70,7 @@ def _loaded(loading: Loading) -> tuple[dict[str, Any], "DodoConfig", "list[Param
         "adapters": adapters_state(dodo),
         "base": dodo.config.base,
         **_architecture(base.config, base.dtype.itemsize),
-        "dtype": str(base.dtype).removeprefix("torch."),
-        "quantization": loading.quantization or "none",
+        "dtype": held_in(base),
         "device": str(dodo.device),
         "fingerprint": " ".join(f"{name}:{value}" for name, value in vars(dodo.fingerprint).items()),
     }

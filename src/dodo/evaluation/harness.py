@@ -25,7 +25,7 @@ except ImportError as error:
 
 from dodo.adapters import THETA
 from dodo.architecture import AT_ONCE, backbone, logits_of
-from dodo.base import Quantization
+from dodo.base import Quantization, held_in
 from dodo.errors import InputError
 from dodo.generation import pad_rows
 from dodo.loading import Loading
@@ -86,7 +86,7 @@ class DodoLM(TemplateLM):
         return {
             "base_fingerprint": fingerprint.base,
             "adapter_fingerprint": fingerprint.adapter,
-            "model_dtype": str(next(self.dodo.compressor.base.parameters()).dtype).removeprefix("torch."),
+            "model_dtype": held_in(self.dodo.compressor.base),
             "ratio": self.ratio,
             "whole": self.whole,
             "window": self.window,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dodo.base import held_in
 from dodo.config import TrainedAs
 from dodo.data.reading import resolve
 from dodo.errors import DodoWarning, InputError, WindowError
@@ -113,7 +114,7 @@ def evaluate(
         "adapter fingerprint": dodo.fingerprint.adapter,
         "ratio": None if method in WITHOUT_RATIO else ratio,
         "selection": dodo.config.selection,
-        "dtype": str(dodo.compressor.base.dtype).removeprefix("torch."),
+        "dtype": held_in(dodo.compressor.base),
         "data": [Path(source).name for source in resolve(sources)],
         "first items": _first(items),
         "lengths": list(getattr(measuring, "lengths", ())) or None,
