@@ -281,8 +281,8 @@ def test_data_of_another_task_is_refused_by_name(run, models, texts, questions, 
 def test_each_task_takes_the_adapters_that_were_trained_for_it(task, model, run, texts, monkeypatch):
     asked: list[str] = []
 
-    def load(name, *_):
-        asked.append(name)
+    def load(loading):
+        asked.append(loading.model)
         raise InputError("no more is wanted")
 
     monkeypatch.setattr("dodo.cli.evaluate.load_model", load)
