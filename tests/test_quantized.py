@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from dodo import Dodo
 from dodo.base import load_base
 from dodo.cli import dodo as command
-from dodo.errors import InputError
+from dodo.errors import DodoError, InputError
 from dodo.parameters import parameters_of
 from tests.conftest import small_config, stir
 from tests.standins.models import save_base, tiny_llama
@@ -140,5 +140,6 @@ def test_an_unknown_quantization_is_refused(tmp_path: Path) -> None:
 
 def test_without_bitsandbytes_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(InputError, match=r"dodo-lm\[quantized\]"):
-        load_base(save_base(tmp_path), quantization="4bit")
+    Dodo(load_base(save_base(tmp_path / "base"))).save_pretrained(tmp_path / "adapters")
+    with pytest.raises(DodoError, match=r"dodo-lm\[quantized\]'$"):  # and nothing of the base's place, which is right
+        Dodo.from_pretrained(tmp_path / "adapters", quantization="4bit")

@@ -69,6 +69,7 @@ def load_base(
         InputError: there is no such model, or it can't be read.
         UnsupportedModelError: its architecture can't hold nuggets.
         DownloadError: an alias could not be fetched.
+        DodoError: bitsandbytes is wanted and not installed.
     """
     source, where = _locate(str(name), revision, progress)
     where |= {"trust_remote_code": False}
@@ -184,7 +185,7 @@ def _bitsandbytes(quantization: str, dtype: torch.dtype) -> Any:
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
-        raise InputError("a quantised base needs bitsandbytes: pip install 'dodo-lm[quantized]'") from None
+        raise DodoError("a quantised base needs bitsandbytes: pip install 'dodo-lm[quantized]'") from None
     from transformers import BitsAndBytesConfig
 
     if quantization == "8bit":
