@@ -4,9 +4,9 @@
 
 The matrices of phi and theta are averaged, A and B each by itself, in fp32, by the weights behind `=` (shares of their sum; 1
 without). Configuration, scorer, soft token and thresholds are those of the set named last, for what a scorer learned may not be
-what an earlier one did. The result is a set like any other; `average.json` in it says what it was made of; an average
-in turn counts as the sets that it was made of. Sets without a common
-start are refused: their matrices stand for other things, and the average for nothing.
+what an earlier one did. The result is a set like any other. `average.json` in it says what it was made of, where an average
+counts as the sets that went into it. Sets without a common start are refused: their matrices stand for other things, and the
+average for nothing.
 """
 
 import argparse
