@@ -62,6 +62,12 @@ def test_a_base_that_does_not_fit_is_refused(run, models, model, named):
     assert named in failed.stderr
 
 
+def test_a_base_that_is_none_is_named_with_its_flag(run, models, tmp_path):
+    failed = run("info", "--model", models.trained, "--base", tmp_path)
+    assert failed.exit_code == 2
+    assert f"--base {tmp_path}: " in failed.stderr
+
+
 @pytest.mark.parametrize(("flag", "value"), [("--base", "other"), ("--quantization", "4bit"), ("--device", "cpu")])
 def test_flags_of_loading_have_no_effect_with_base_config_and_are_refused(run, no_model, flag, value):
     failed = run("info", "--base-config", "llama-7b", flag, value)

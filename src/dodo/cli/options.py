@@ -226,7 +226,8 @@ def load_model(loading: Loading) -> tuple["Dodo", float]:
         try:
             loaded = loading.load(report)
         except InputError as error:
-            raise click.UsageError(f"--model {loading.model}: {error}") from None
+            named = f"--model {loading.model}" + ("" if loading.base is None else f" --base {loading.base}")
+            raise click.UsageError(f"{named}: {error}") from None
     held = loaded.compressor.base.dtype
     if loading.dtype != "auto" and not computes_in(held, loaded.device):
         note(f"this CPU is slower in {loading.dtype}: reading a text takes up to several times as long as with --dtype float32")
