@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dodo import Dodo
+from dodo.config import CONFIG_FILE
 
 MATRICES = [f"{name}/adapter_model.safetensors" for name in ("phi", "theta")]
 
@@ -34,9 +35,12 @@ def main() -> None:
     if given.out.exists():
         raise SystemExit(f"{given.out} is there already")
     folders = [Path(folder) for folder in shares]
+    if none := [folder for folder in folders if not (folder / CONFIG_FILE).is_file()]:
+        raise SystemExit(f"{none[0]} is no folder of adapters: it has no {CONFIG_FILE}")
     sets = [Dodo.from_pretrained(folder) for folder in shares]  # each is whole, and of the base that it names
-    if len({(one.config.base_fingerprint, one.config.encoder, one.config.decoder) for one in sets}) > 1:
-        raise SystemExit("the sets are not all of one base and of the same LoRA settings")
+    for name in ("base_fingerprint", "encoder", "decoder", "feature_layer", "keep_first", "positions"):
+        if len({getattr(one.config, name) for one in sets}) > 1:
+            raise SystemExit(f"the sets differ in {name}")
     for file in MATRICES:
         first, *others = (load_file(folder / file) for folder in folders)
         for folder, other in zip(folders[1:], others, strict=True):
@@ -49,7 +53,8 @@ def main() -> None:
     made: dict[str, dict[str, Any]] = {}
     for (folder, share), one in zip(shares.items(), sets, strict=True):
         for part in _parts(folder, share, one.fingerprint.adapter):
-            made[part["adapter"]] = part | {"share": part["share"] + made.get(part["adapter"], {"share": 0})["share"]}
+            before = made.pop(part["adapter"], {"share": 0.0})  # so that what is named last stands last
+            made[part["adapter"]] = part | {"share": part["share"] + before["share"]}
     (given.out / "average.json").write_text(json.dumps(list(made.values()), indent=2) + "\n", encoding="utf-8")
     print(f"{given.out}: adapter {Dodo.from_pretrained(str(given.out)).fingerprint.adapter}")
 

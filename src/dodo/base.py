@@ -5,7 +5,7 @@ Nothing here is about Dodo: what comes out is a transformers model, its tokenize
 
 import functools
 import json
-import math
+import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,13 +148,15 @@ def _times_of_float32(dtype: torch.dtype) -> float:
     """What a product of matrices of a small base's sizes takes on the CPU in this type, with its time in float32 as one."""
     kinds = (torch.float32, dtype)
     pairs = {kind: (torch.ones(256, 768, dtype=kind), torch.ones(768, 768, dtype=kind)) for kind in kinds}
-    taken = dict.fromkeys(kinds, math.inf)
-    for _ in range(10):  # the least of several, in turns: another process may take the processor for a while
+    ratios = []
+    for _ in range(25):  # in turns, and the median: another process may take the processor for a while
+        taken = {}
         for kind, (left, right) in pairs.items():
             began = time.perf_counter()
             torch.mm(left, right)
-            taken[kind] = min(taken[kind], time.perf_counter() - began)
-    return taken[dtype] / taken[torch.float32]
+            taken[kind] = time.perf_counter() - began
+        ratios.append(taken[dtype] / taken[torch.float32])
+    return statistics.median(ratios)
 
 
 def _fits_twice(size: int) -> bool:

@@ -36,7 +36,7 @@ class Loading:
             progress: told about a download.
 
         Raises:
-            InputError, FingerprintMismatch, DownloadError, UnsupportedModelError: see `Dodo.from_pretrained`.
+            InputError, FingerprintMismatch, DownloadError, UnsupportedModelError, DodoError: see `Dodo.from_pretrained`.
         """
         import torch
 
@@ -52,9 +52,13 @@ class Loading:
         )
 
     def from_anywhere(self) -> "Loading":
-        """The same with whole paths in place of relative ones, for processes with another working directory."""
+        """The same with whole paths in place of relative ones, for processes with another working directory. A name that a base
+        or shipped adapters have stands for those, also where a folder is called so."""
+        from dodo.adapter_files import SHIPPED
+        from dodo.pull import BASES
 
         def whole(name: str) -> str:
-            return str(Path(name).resolve()) if Path(name).exists() else name
+            known = name in BASES or (Path(name).name == name and (SHIPPED / name).is_dir())
+            return str(Path(name).resolve()) if Path(name).exists() and not known else name
 
         return replace(self, model=whole(self.model), base=self.base and whole(self.base))

@@ -146,7 +146,8 @@ class Dodo:
         if config.base_fingerprint not in (None, loaded.fingerprint) and not ignore_fingerprint:
             raise FingerprintMismatch(
                 f"the adapters in {name} were trained on base weights {config.base_fingerprint}, but {loaded.name} has "
-                f"{loaded.fingerprint}; load the right base, or pass ignore_fingerprint=True if you know that they agree"
+                f"{loaded.fingerprint}; load the right base (base=, --base), or, if you know that they agree, load them in "
+                "Python with ignore_fingerprint=True"
             )
         dodo = cls(loaded, config)
         dodo._load(folder)

@@ -185,6 +185,22 @@ def test_what_links_lead_to_is_read_and_links_to_nowhere_fail(compress, corpus, 
     assert {row["document"] for row in index(out)} == {*NAMES, "l/linked.txt"}
 
 
+def test_files_of_other_kinds_are_left_out_with_a_warning(compress, corpus, out):
+    assert "files left out: 1, the first of them picture.png" in " ".join(compress(corpus)["stderr"].split())
+    (corpus / "b/paper.pdf").write_bytes(b"%PDF")
+    (corpus / "list.json").write_text('[{"text": "A."}]', encoding="utf-8")
+    (corpus / ".hidden").mkdir()
+    for name in (".hidden/picture.png", ".DS_Store", "made.nuggets"):
+        (corpus / name).write_bytes(b"")
+    report = compress(corpus)
+    assert report["skipped"] == len(NAMES)
+    assert "files left out: 3, the first of them b/paper.pdf; documents are in" in " ".join(report["stderr"].split())
+    (corpus / "picture.png").unlink()
+    for name in ("b/paper.pdf", "list.json"):
+        (corpus / name).unlink()
+    assert "left out" not in compress(corpus)["stderr"]
+
+
 def test_a_folder_that_can_not_be_listed_is_handed_on(monkeypatch, tmp_path):
     (tmp_path / "a.txt").write_text("A.", encoding="utf-8")
     (tmp_path / "shut").mkdir()

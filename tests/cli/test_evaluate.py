@@ -143,6 +143,8 @@ def test_a_record_of_another_question_is_not_replaced_unasked(run, models, quest
     refused = run(*flags, "--limit", "3")
     assert refused.exit_code == 1
     assert "limit 2, not 3" in refused.stderr and "--out" in refused.stderr
+    other = run(*flags, "--limit", "2", "--dtype", "bfloat16")
+    assert other.exit_code == 1 and "dtype float32, not bfloat16" in other.stderr
     assert path.read_bytes() == before
     assert run(*flags, "--limit", "3", "--out", path).exit_code == 0
 

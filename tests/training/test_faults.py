@@ -280,8 +280,10 @@ def test_a_run_that_ended_early_has_ended_when_it_is_resumed(
     again = train(recipe, tmp_path / "run", resume=True, progress=False)
     assert (first.steps, again.steps) == (3, 3)
     assert first.finished and first.out_of_patience
-    short = load_recipe(recipe_file, ["running.steps=2", "running.validate_every=1", "running.patience=2"])
-    assert not train(short, tmp_path / "short", progress=False).out_of_patience
+    for steps in (2, 3):  # the third is the last, and the one that patience ends at
+        whole = load_recipe(recipe_file, [f"running.steps={steps}", "running.validate_every=1", "running.patience=2"])
+        found = train(whole, tmp_path / f"whole-{steps}", progress=False)
+        assert (found.finished, found.out_of_patience) == (True, False)
 
 
 def test_reconstructions_shown_behind_a_checkpoint_are_forgotten_with_their_rows(tmp_path: Path) -> None:

@@ -115,6 +115,10 @@ def test_what_parts_came_to_is_averaged_and_ships(recipe_file, tmp_path, shipped
         str(first / "last"): 0.625,
         str(second / "last"): 0.375,
     }
+    twice = tmp_path / "twice"
+    average(monkeypatch, second / "last", again, first / "last", "--out", twice)  # and what is named last stands last
+    assert json.loads((twice / "average.json").read_text(encoding="utf-8"))[-1]["set"] == str(first / "last")
+    assert (twice / scorer).read_bytes() == (first / "last" / scorer).read_bytes()
 
     path = out / "dodo_config.json"  # of the second part, which had not learned with it; the last recipe would say that it had
     path.write_text(
@@ -138,7 +142,8 @@ def test_sets_that_have_no_average_are_refused(recipe_file, tmp_path, monkeypatc
         "not a number": [f"{run / 'last'}=much"],
         "positive": [f"{run / 'last'}=-1"],
         "named once": [run / "last", f"{run / 'last'}=2"],
-        "same LoRA settings": [run / "last", other / "last"],
+        "the sets differ in decoder": [run / "last", other / "last"],
+        "no folder of adapters": [run / "last", run],
         "no common start": [run / "last", apart / "last"],
     }
     for message, sets in refused.items():

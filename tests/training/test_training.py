@@ -22,6 +22,7 @@ from dodo.data.shards import Ragged, Shard
 from dodo.errors import DodoWarning, InputError
 from dodo.model import Dodo
 from dodo.thresholds import Pace
+from dodo.training import run as run_module
 from dodo.training.callbacks import Validation
 from dodo.training.mixture import BatchMaker
 from dodo.training.module import NanLossError, TrainingModule, rate_at
@@ -200,6 +201,8 @@ def test_a_folder_with_a_run_is_not_overwritten(recipe_file: Path, tmp_path: Pat
         "mixture.ratio.low=0",
         "optimizer.average=1",
         "running.quantization=3bit",
+        "mixture.among={low: 60, mode: 60, high: 60}",  # of questions, and there are none
+        "mixture.question_ratio={low: 2, mode: 2, high: 2}",
         "running={strategy: fsdp, quantization: 4bit}",
         "mixture.ratio={low: 1",
     ],
@@ -236,6 +239,35 @@ def test_auto_is_bfloat16_where_the_cpu_is_not_slower_in_it(
     dodo = load_for_training(load_recipe(recipe_file, ["running.dtype=auto"]))
     assert dodo.compressor.base.dtype == expected
     assert all(parameter.dtype == torch.float32 for parameter in dodo.compressor.adapters.parameters())
+
+
+def test_a_run_keeps_the_type_that_auto_was_when_it_began(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["running.dtype=auto", "running.steps=4"]
+    monkeypatch.setattr("dodo.training.run.computes_in", lambda *_: False)
+    train(load_recipe(recipe_file, settings), tmp_path / "whole", progress=False)
+    train(load_recipe(recipe_file, [*settings, "running.steps=2"]), tmp_path / "parts", progress=False)
+    monkeypatch.setattr("dodo.training.run.computes_in", lambda *_: True)  # as by a timing beside other work
+    train(load_recipe(recipe_file, settings), tmp_path / "parts", resume=True, progress=False)
+    assert load_recipe(tmp_path / "parts" / "recipe.yaml").running.dtype == "float32"
+    whole, parts = _trained(tmp_path / "whole"), _trained(tmp_path / "parts")
+    assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
+    monkeypatch.setenv("LOCAL_RANK", "1")  # a process that the first one started
+    assert run_module._settled(load_recipe(recipe_file, settings), tmp_path / "parts", resume=False).running.dtype == "float32"
+    assert run_module._settled(load_recipe(recipe_file, settings), tmp_path / "new", resume=False).running.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("name", "expected"), [("LOCAL_RANK", "cuda:1"), ("SLURM_LOCALID", "cuda:1"), ("RANK", "cuda:0")])
+def test_a_quantised_base_is_loaded_onto_its_process_s_own_gpu(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, name: str, expected: str
+) -> None:
+    for other in ("LOCAL_RANK", "SLURM_LOCALID", "RANK"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    running = load_recipe(recipe_file, ["running.quantization=4bit", "running.accelerator=gpu"]).running
+    assert run_module._device(running) == expected
 
 
 def test_a_run_in_a_type_that_the_cpu_is_slower_in_gets_a_warning(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,13 @@ What can't be read is handed on as a failure in its place, so that the rest is r
 """
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dodo.data.reading import read_each, text_field
-from dodo.errors import InputError
+from dodo.errors import DodoWarning, InputError
 
 __all__ = ["INDEX", "SUFFIXES", "Document", "Failure", "documents", "files_of", "pieces"]
 
@@ -45,7 +46,8 @@ def files_of(source: Path, *, besides: Path) -> list[Path]:
             Folders in `source` that were written to before are left out too.
 
     Returns:
-        Also the folders that can't be read, and links that lead nowhere: `documents` hands them on as failures.
+        Also the folders that can't be read, and links that lead nowhere: `documents` hands them on as failures. Files of other
+        kinds get a warning, but hidden ones and nuggets.
 
     Raises:
         InputError: there is no such file or folder, or nothing in it that can be read.
@@ -55,13 +57,18 @@ def files_of(source: Path, *, besides: Path) -> list[Path]:
     if not source.is_dir():
         raise InputError(f"there is no file or folder {source}")
     own = besides.resolve()
-    found = sorted(path for path in _files_in(source, own) if own != source.resolve() or path != source / INDEX)
+    others: list[Path] = []
+    found = sorted(path for path in _files_in(source, own, others) if own != source.resolve() or path != source / INDEX)
     if not found:
         raise InputError(f"the folder {source} holds no documents: files that end in {', '.join(SUFFIXES)}")
+    if others:
+        told = f"files left out: {len(others)}, the first of them {min(others).relative_to(source).as_posix()}"
+        warnings.warn(f"{told}; documents are in files that end in {', '.join(SUFFIXES)}", DodoWarning, stacklevel=3)
     return found
 
 
-def _files_in(source: Path, own: Path) -> Iterator[Path]:
+def _files_in(source: Path, own: Path, others: list[Path]) -> Iterator[Path]:
+    """Those that hold documents; files of other kinds are put into `others`."""
     unreadable: list[OSError] = []
     seen = {source.resolve()}
     for folder, inner, names in os.walk(source, onerror=unreadable.append, followlinks=True):
@@ -74,11 +81,17 @@ def _files_in(source: Path, own: Path) -> Iterator[Path]:
         for name in names:
             if name.lower().endswith(SUFFIXES) and ((here / name).is_file() or (here / name).is_symlink()):
                 yield here / name
+            elif not name.lower().endswith(".nuggets") and not _hidden(here.relative_to(source) / name):
+                others.append(here / name)
         for name in list(inner):
             if (target := (here / name).resolve()) in seen:  # a link back, which would have no end
                 inner.remove(name)
             seen.add(target)
     yield from (Path(error.filename) for error in unreadable)
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def documents(files: Sequence[Path], source: Path) -> Iterator[Document | Failure]:

@@ -11,6 +11,7 @@ files beyond it, which are made again; so is a text that occurs twice in the cor
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ def compress_corpus_on_ray(
             died; what is done stays done.
     """
     source, out = source.absolute(), out.absolute()
+    settings = replace(settings, loading=settings.loading.from_anywhere())
     files = files_of(source, besides=out)
     report = Report()
     with opened(out) as index, joined(address, cpus=workers) as ray:

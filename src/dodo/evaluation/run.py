@@ -207,7 +207,8 @@ def _refuse_another(out: Path, settings: dict[str, Any]) -> None:
         before = json.loads(out.read_text(encoding="utf-8"))["settings"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
         raise InputError(f"{out} is there and is no record; move it, or choose another --out") from None
-    for name in ("data", "lengths", "limit", "seed", "states", "segment", "share of whole tokens"):
+    of_model, of_data = ("base", "base fingerprint", "dtype"), ("data", "lengths", "limit", "seed")
+    for name in (*of_model, *of_data, "states", "segment", "share of whole tokens"):
         if name in before and before[name] != settings.get(name):
             one, two = before[name], settings.get(name)
             raise InputError(

@@ -10,9 +10,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -98,6 +98,7 @@ def train(
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.loggers import TensorBoardLogger
 
+    recipe = _settled(recipe, folder, resume=resume)
     checkpoint = _claim(folder, recipe, resume=resume)
     dodo = dodo or load_for_training(recipe)
     _check_window(recipe, dodo.compressor.window)
@@ -155,7 +156,7 @@ def train(
         loss=checks.best,
         finished=trainer.global_step >= running.steps or checks.out_of_patience,
         interrupted=checkpoints.interrupted,
-        out_of_patience=checks.out_of_patience,
+        out_of_patience=checks.out_of_patience and trainer.global_step < running.steps,
     )
 
 
@@ -207,17 +208,40 @@ def _next_step(checkpoint: Path | None) -> int | None:
 def _device(running: Running) -> str:
     """Where the base is loaded. Lightning moves it, but a quantised one is made where it stays."""
     on_cuda = running.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if running.quantization and on_cuda else "cpu"
+    return f"cuda:{_local_rank()}" if running.quantization and on_cuda else "cpu"
+
+
+def _local_rank() -> int:
+    """Of this process on its machine, as Lightning or torchrun says it, or else SLURM."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
+
+
+def _on_cpu(running: Running) -> bool:
+    return running.accelerator == "cpu" or (running.accelerator == "auto" and not torch.cuda.is_available())
+
+
+def _settled(recipe: Recipe, folder: Path, *, resume: bool) -> Recipe:
+    """The recipe with a type of its own in the place of `auto`, which the run keeps: a resumed run has that of its folder, and
+    processes that Lightning starts have that of the first."""
+    if recipe.running.dtype != "auto":
+        return recipe
+    record = folder / "recipe.yaml"
+    of_folder = record.is_file() and (resume or _local_rank())
+    dtype = load_recipe(record).running.dtype if of_folder else _fitting(recipe.running)
+    return replace(recipe, running=replace(recipe.running, dtype=dtype))
+
+
+def _fitting(running: Running) -> Literal["bfloat16", "float32"]:
+    """bfloat16 where it is no slower than float32."""
+    if _on_cpu(running):
+        return "bfloat16" if computes_in(torch.bfloat16, "cpu") else "float32"
+    return "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
 
 
 def _dtype(running: Running) -> torch.dtype:
     """Of the base. A type that the CPU is slower in gets a warning, not another type: a run is what its recipe says."""
-    on_cpu = running.accelerator == "cpu" or (running.accelerator == "auto" and not torch.cuda.is_available())
-    if running.dtype == "auto":
-        has_it = computes_in(torch.bfloat16, "cpu") if on_cpu else torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-        return torch.bfloat16 if has_it else torch.float32
-    dtype: torch.dtype = getattr(torch, running.dtype)
-    if on_cpu and not computes_in(dtype, "cpu"):
+    dtype: torch.dtype = getattr(torch, _fitting(running) if running.dtype == "auto" else running.dtype)
+    if running.dtype != "auto" and _on_cpu(running) and not computes_in(dtype, "cpu"):
         warnings.warn(
             f"this CPU is slower in {running.dtype}, and a step takes up to many times as long as in float32: "
             "--set running.dtype=float32",

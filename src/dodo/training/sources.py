@@ -112,7 +112,8 @@ def _between_paragraphs(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _check_questions(recipe: Recipe, questions: QuestionSource, window: int) -> None:
     among = recipe.mixture.among
-    need, lower = questions.positions(round(among.high) if among else 0), "data.longest and mixture.among"
+    need = questions.positions(round(among.high) if among else 0)
+    lower = "data.longest and mixture.among" if among else "data.longest"
     if need > window:
         raise InputError(
             f"documents with questions need up to {need:,} positions, but {recipe.base} has a window of {window:,}; lower {lower}"
