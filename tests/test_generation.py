@@ -1,6 +1,7 @@
 """Laws of what a base's own generation config does to a text, and what callers may ask for."""
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,6 +112,26 @@ def test_a_text_ends_at_a_given_string(dodo: Dodo) -> None:
     assert dodo.generate(nuggets, "K", max_new_tokens=12, stop_strings=[stop]) == short
     ids = dodo._prompt_ids("K")
     assert "".join(dodo.stream(nuggets, ids, max_new_tokens=12, stop_strings=[stop], stopping_criteria=None)) == short
+
+
+@pytest.mark.parametrize("setting", ["num_beams", "num_return_sequences"])
+def test_one_sequence_at_a_time_is_streamed(dodo: Dodo, setting: str) -> None:
+    with pytest.raises(InputError, match=f"leave {setting} out"):
+        list(dodo.stream(dodo.compress(TEXT), "A", max_new_tokens=3, do_sample=True, **{setting: 2}))
+
+
+def test_a_filler_that_only_the_tokenizer_knows_fills_no_rows(dodo: Dodo) -> None:
+    expected = dodo.compress([TEXT, TEXT[:20]])
+    dodo.tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert dodo.tokenizer.pad_token_id >= dodo.compressor.base.config.vocab_size
+    assert torch.equal(dodo.compress([TEXT, TEXT[:20]]).keys, expected.keys)
+    assert len(dodo.generate(expected, ["A", "A longer prompt"], max_new_tokens=3)) == 2
+
+
+@pytest.mark.parametrize("wrong", [None, 5, Path("a.txt")])
+def test_what_is_no_text_is_refused_by_its_type(dodo: Dodo, wrong: object) -> None:
+    with pytest.raises(InputError, match="is wanted, not"):
+        dodo.compress(wrong)  # type: ignore[arg-type]
 
 
 def test_no_tokens_are_not_all_tokens(dodo: Dodo) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, StoppingCriteria, StoppingCriteriaList
 
+from dodo.attention import cache_argument
 from dodo.config import DodoConfig, LoraSettings
 from dodo.errors import DodoWarning, FingerprintMismatch, InputError, WindowError
 from dodo.model import Dodo
@@ -64,6 +65,28 @@ def _sliding(window: int) -> MistralForCausalLM:
     model = MistralForCausalLM(MistralConfig(**settings, sliding_window=window))
     model.load_state_dict(reference.state_dict())
     return model.eval()
+
+
+# -- a generation loop of one's own
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_loop_of_ones_own_generates_as_the_facade_does(make: Maker, window: int | None) -> None:
+    dodo = make(stirred=True, window=window)
+    nuggets = dodo.compress([TEXT, TEXT[:40]], ratio=3)
+    expected = dodo.generate_ids(nuggets, [[77, 133], [90, 91]], max_new_tokens=12, eos_token_id=None, min_new_tokens=12)
+    ids, made = torch.tensor([[77, 133], [90, 91]]), []
+    cache, positions = nuggets.to_cache(), nuggets.next_positions[:, None] + torch.arange(2)
+    mask = torch.cat([nuggets.mask.long(), torch.ones(2, 2, dtype=torch.long)], dim=1)
+    with dodo.decoding() as base, torch.no_grad():
+        for _ in range(12):
+            given = {"attention_mask": mask, cache_argument(base): cache}
+            logits = base(input_ids=ids, position_ids=positions, **given).logits[:, -1:]
+            logits[..., 1] = -torch.inf  # the end token, as by `min_new_tokens`
+            ids, positions = logits.argmax(-1), positions[:, -1:] + 1
+            mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
+            made.append(ids)
+    assert torch.cat(made, dim=1).tolist() == expected
 
 
 # -- r = 1 with fresh adapters generates what the base generates

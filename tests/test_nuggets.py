@@ -181,6 +181,13 @@ def test_values_that_are_not_finite_are_refused_in_any_type(made: Nuggets, tmp_p
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize(("short", "storage"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_types_have_short_names(made: Nuggets, tmp_path: Path, short: str, storage: str) -> None:
+    made.save(tmp_path / "short", storage=short)  # type: ignore[arg-type]
+    made.save(tmp_path / "long", storage=storage)  # type: ignore[arg-type]
+    assert (tmp_path / "short").read_bytes() == (tmp_path / "long").read_bytes()
+
+
 @pytest.mark.parametrize("storage", ["float16", "bfloat16"])
 def test_half_storage_rounds_once_and_keeps_the_dtype(made: Nuggets, tmp_path: Path, storage: str) -> None:
     made.save(tmp_path / "f", storage=storage)  # type: ignore[arg-type]

@@ -163,7 +163,8 @@ def _check_room(window: int, nuggets: Nuggets, real: Tensor, new: int) -> None:
     if needed > window:
         raise WindowError(
             f"the text's positions, the prompt and {new:,} new tokens need {needed:,} positions, but the base's window has "
-            f"{window:,}; ask for fewer new tokens, or use nuggets.compact()"
+            f"{window:,}; ask for fewer new tokens, or compress the text more"
+            + ("" if nuggets.scheme == "compact" else ", or use nuggets.compact()")
         )
 
 

@@ -15,8 +15,8 @@ import math
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from dodo import adapter_files, fingerprint, hub, streaming
-from dodo.adapters import Lock
+from dodo.adapters import THETA, Lock
 from dodo.architecture import FAMILIES, device_of, key_shape
+from dodo.attention import windows_by_position
 from dodo.autoregressive import Autoregressive
 from dodo.base import LoadedBase, load_base
 from dodo.compressor import Compressor
@@ -198,7 +199,9 @@ class Dodo:
         """
         if ratio is not None and nuggets is not None:
             raise InputError("give either a ratio or a number of nuggets, and not both")
-        if not isinstance(text, str) and len(text) == 0:
+        if not isinstance(text, Sequence):
+            raise InputError(f"a text, or a list of them, is wanted, not {type(text).__name__}")
+        if len(text) == 0 and not isinstance(text, str):
             raise InputError("there are no texts to compress")
         rows = [self.document_ids(t) for t in ([text] if isinstance(text, str) else text)]
         made = self.compress_ids(rows, ratio=ratio, nuggets=nuggets, use=use, segment=segment)
@@ -260,17 +263,20 @@ class Dodo:
     def _roomy(self, tokens: int, texts: int) -> Compressor:
         """The compressor, set to compact positions if the text is longer than the window."""
         compressor = self.compressor
-        if tokens <= compressor.window or compressor.config.positions == "compact":
+        told = self.beyond_window(tokens)
+        if told is None or compressor.config.positions == "compact":
             return compressor
-        warnings.warn(
-            f"a text of {tokens:,} tokens is longer than the base's window of {compressor.window:,}: "
-            "it is encoded in segments, with compact positions" + (", and so are the texts of its batch" if texts > 1 else ""),
-            DodoWarning,
-            stacklevel=4,
-        )
+        warnings.warn(told + (", and so are the texts of its batch" if texts > 1 else ""), DodoWarning, stacklevel=4)
         roomy = copy.copy(compressor)
         roomy.config = dataclasses.replace(compressor.config, positions="compact")
         return roomy
+
+    def beyond_window(self, tokens: int) -> str | None:
+        """What to tell of a text of so many tokens if it is longer than the base's window; or None."""
+        if tokens <= self.compressor.window:
+            return None
+        told = f"a text of {tokens:,} tokens is longer than the base's window of {self.compressor.window:,}"
+        return f"{told}: it is encoded in segments, with compact positions"
 
     def warning_of(self, nuggets: Nuggets) -> str | None:
         """What to tell of nuggets if the adapters were not trained to compress, or not at the ratio of one text; or None."""
@@ -396,7 +402,13 @@ class Dodo:
         """Like `generate` for one text, piece by piece as the text comes. Generation ends when the iterator is closed.
 
         The prompt may also be token ids, those of `question_ids`.
+
+        Raises:
+            InputError: beams, or several sequences, which can't be told apart in one stream; or see `generate`.
         """
+        for name in ("num_beams", "num_return_sequences"):
+            if (generation.get(name) or 1) > 1:
+                raise InputError(f"text streams one sequence at a time: leave {name} out, or call generate")
         rows = None if prompt is None else [self._prompt_ids(prompt) if isinstance(prompt, str) else list(prompt)]
 
         def generate(hung_up: threading.Event, **settings: Any) -> None:
@@ -443,6 +455,27 @@ class Dodo:
                     thread.join()
         if failure:
             raise failure[0]
+
+    @contextmanager
+    def decoding(self) -> Iterator[PreTrainedModel]:
+        """Within it the base decodes over nuggets, theta on: for a generation loop of one's own. Paper: Eq. 12, 13.
+
+        Give it `nuggets.to_cache()` as its cache, `position_ids` [B, M] from `nuggets.next_positions` on, and, if texts differ
+        in length, an `attention_mask` [B, K + M]. Sliding windows then count positions. Its own `generate` does not know that
+        the cache has other positions than entries; `Dodo.generate` does.
+
+            cache, positions = nuggets.to_cache(), nuggets.next_positions[:, None] + torch.arange(ids.shape[1])
+            with dodo.decoding() as base, torch.no_grad():
+                for _ in range(20):
+                    logits = base(input_ids=ids, position_ids=positions, past_key_values=cache).logits  # or cache=
+                    ids, positions = logits[:, -1:].argmax(-1), positions[:, -1:] + 1
+
+        Yields:
+            The base. Calls from other threads wait meanwhile.
+        """
+        base = self.compressor.base
+        with self.compressor.adapters.use(THETA), windows_by_position(base):
+            yield base
 
     def generate_ids(
         self, nuggets: Nuggets, prompts: list[list[int]] | None, *, max_new_tokens: int, **generation: Any
@@ -715,8 +748,9 @@ class Dodo:
     @property
     def _pad_id(self) -> int:
         """An id to fill up rows with; it is always masked, so any will do, and the vocabulary stays as it is."""
+        known = self.compressor.base.config.vocab_size
         for candidate in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if candidate is not None:
+            if candidate is not None and candidate < known:  # a token may have been added to the tokenizer alone
                 return int(candidate)
         return 0
 

@@ -135,8 +135,8 @@ class Nuggets:
     def to_cache(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "NuggetCache":
         """A transformers `Cache` that begins with these nuggets; a copy, so generation leaves the nuggets alone.
 
-        Give the model `position_ids` that go on at `next_positions`, and an `attention_mask` [B, K + new] if texts
-        differ in length.
+        Give the model, within `Dodo.decoding`, `position_ids` that go on at `next_positions`, and an `attention_mask`
+        [B, K + new] if texts differ in length.
         """
         from dodo.attention import NuggetCache
 

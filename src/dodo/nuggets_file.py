@@ -27,6 +27,7 @@ FORMAT_VERSION = 2
 """The checksum of version 1, which is read too, was of the tensors alone."""
 StorageType = Literal["float32", "bfloat16", "float16", "int8"]
 
+_SHORT: dict[str, StorageType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _HEADER_KEY = "dodo_nuggets"
 _INTEGERS = ("positions", "indices", "token_ids", "lengths", "next_positions", "sinks")
 
@@ -37,14 +38,15 @@ def save(nuggets: Nuggets, path: str | Path, *, storage: StorageType | None = No
     Args:
         nuggets: what to write; moved to the CPU for it.
         path: where to; an existing file is replaced once the new one is complete.
-        storage: type of keys and values in the file; None keeps their own.
+        storage: type of keys and values in the file, float32, bfloat16, float16 (or fp32, bf16, fp16) or int8; None keeps their
+            own.
 
     Raises:
         InputError: unknown storage type, or the values do not fit it.
         NuggetsFileError: the file could not be written (no such folder, disk full, ...); what stood there is unchanged.
     """
     path = Path(path)
-    stored = storage or _name(nuggets.dtype)
+    stored = _SHORT.get(storage or "", storage) or _name(nuggets.dtype)
     if stored not in get_args(StorageType):
         raise InputError(f"storage must be one of {', '.join(get_args(StorageType))}, not {stored!r}")
     here = nuggets.to(device="cpu")

@@ -58,7 +58,11 @@ def test_texts_near_the_windows_end_are_answered_with_as_much_as_there_is_room_f
     report = json.loads(run("compress", path, "--ratio", "4", "--positions", scheme, "--model", models.base, "--json").stdout)
     assert 300 < report["n"] < 512
     flags = [path.with_suffix(".nuggets"), *(["Who was it?"] if verb[1:] else []), "--json", "--model", models.base]
-    assert json.loads(run(verb[0], *flags).stdout)["seconds"]
+    clipped = run(verb[0], *flags)
+    report, room = json.loads(clipped.stdout), "the base's window has room for"
+    assert (room in clipped.stderr) == (report["max_new_tokens"] < (64 if verb[1:] else report["n"] + 1))
+    whole = run(verb[0], path, *flags[1:], "--ratio", "1")  # no room for the text beside its own tokens
+    assert (f"{room} {json.loads(whole.stdout)['max_new_tokens']:,} of" in whole.stderr) == (not verb[1:])
     result = run(verb[0], *flags, "--max-new-tokens", "500")
     assert result.exit_code == 1
     assert "lower --max-new-tokens" in result.stderr

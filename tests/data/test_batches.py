@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import save_file
 
 from dodo.data.batches import Draw, QuestionSource, TextSource, draw_skewed
-from dodo.data.reading import permits_commercial_use, read_records, resolve
+from dodo.data.reading import permits_commercial_use, read_each, read_records, resolve
 from dodo.data.shards import Ragged, Shard, prepare, read_shard
 from dodo.errors import InputError
 from tests.standins.models import byte_tokenizer
@@ -86,6 +86,13 @@ def test_squads_own_files_and_lists_are_read_from_json(tmp_path):
 
 
 def test_what_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "latin.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "caf\xe9"}\n{"text": "b"}\n')
+    good, bad, next_one = read_each(tmp_path / "latin.jsonl")
+    assert (good, next_one) == ({"text": "a"}, {"text": "b"})
+    assert "latin.jsonl, line 2: not UTF-8: byte 0xe9 at byte 13 of the line" in str(bad)
+    (tmp_path / "other.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n', encoding="utf-8")
+    with pytest.raises(InputError, match=r"other\.jsonl, record 2: a record has no text field 'text'; its fields are txt"):
+        prepare([str(tmp_path / "other.jsonl")], tmp_path / "shard.safetensors", byte_tokenizer(), minimum=1)
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nnot json\n', encoding="utf-8")
     with pytest.raises(InputError, match="bad.jsonl, line 2"):
         list(read_records(str(tmp_path / "bad.jsonl")))
@@ -178,7 +185,7 @@ def test_so_many_tokens_are_taken_and_no_more_is_read(tmp_path, monkeypatch, tok
             read.append(i)
             yield {"text": f"{i:020}", "context": f"{i:020}", "question": "Who?", "answers": ["I"]}
 
-    monkeypatch.setattr("dodo.data.shards.read_records", records)
+    monkeypatch.setattr("dodo.data.reading.read_records", records)
     tokenizer = byte_tokenizer()
     assert len(tokenizer(f"{1:020}")["input_ids"]) == 20
     shard = prepare(["hf:some/texts"], tmp_path / "t.safetensors", tokenizer, tokens=tokens)

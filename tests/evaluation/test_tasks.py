@@ -200,12 +200,26 @@ def test_answers_are_read_as_datasets_have_them(dodo: Dodo, tmp_path: Path, answ
 
 @pytest.mark.parametrize(
     ("answers", "said"),
-    [(3, "not 3"), ([1, 2], "not \\[1, 2\\]"), ({"texts": []}, "not {'texts'"), ([], "record 1 has no answer")],
+    [(3, "not 3"), ([1, 2], "not \\[1, 2\\]"), ({"texts": []}, "not {'texts'"), ([], "squad.jsonl, record 1: no answer")],
 )
 def test_answers_of_another_form_are_refused(dodo: Dodo, tmp_path: Path, answers: Any, said: str) -> None:
     (tmp_path / "squad.jsonl").write_text(json.dumps({"context": "c", "question": "q", "answers": answers}))
     with pytest.raises(InputError, match=said):
         Squad().items([str(tmp_path / "squad.jsonl")], dodo.tokenizer, None, 0)
+
+
+@pytest.mark.parametrize("field", ["context", "question"])
+@pytest.mark.parametrize(("value", "said"), [(" ", "is empty"), (5, "is int, not text")])
+def test_a_record_without_text_is_named_before_anything_is_measured(
+    dodo: Dodo, tmp_path: Path, field: str, value: Any, said: str
+) -> None:
+    good = {"context": "c", "question": "q", "answers": ["a"]}
+    (tmp_path / "squad.jsonl").write_text("\n".join(map(json.dumps, (good, good | {field: value}))))
+    with pytest.raises(InputError, match=rf"squad\.jsonl, record 2: .*'{field}' {said}"):
+        Squad().items([str(tmp_path / "squad.jsonl")], dodo.tokenizer, None, 0)
+    (tmp_path / "news.jsonl").write_text(json.dumps({"article": "a", "highlights": value}))
+    with pytest.raises(InputError, match=rf"news\.jsonl, record 1: .*'highlights' {said}"):
+        Summarization().items([str(tmp_path / "news.jsonl")], dodo.tokenizer, None, 0)
 
 
 def test_a_length_that_no_text_has_is_refused_if_it_was_asked_for(dodo: Dodo, tmp_path: Path) -> None:

@@ -255,7 +255,9 @@ def test_a_text_longer_than_the_window_is_kept_and_read_beside_a_short_one(clien
     both = Nuggets.cat([served.compress(long, ratio=8).compact(), served.compress(TEXT).compact()])
     expected = served.answer(both, ASKED, max_new_tokens=NEW)
     asked = client()
-    ids = [kept(asked, long, ratio=8)["id"], kept(asked)["id"]]
+    beyond, short = kept(asked, long, ratio=8), kept(asked)
+    assert "longer than the base's window of 2,048" in beyond["warning"] and short["warning"] is None
+    ids = [beyond["id"], short["id"]]
     answer = asked.post(CHATS, json={**CHAT, "context_ids": ids}).json()
     assert answer["choices"][0]["message"]["content"] == expected
 
@@ -325,6 +327,9 @@ def test_an_empty_document_is_400_and_other_types_are_415(client):
     assert (missing.status_code, missing.json()["error"]["param"]) == (422, "file")
     unknown = asked.post("/v1/contexts", files={"file": ("a.txt", b"text")}, data={"colour": "1"})
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (422, "colour")
+    for field, value in (("text", "b"), ("ratio", ["2", "9"])):  # one of two would be lost
+        both = asked.post("/v1/contexts", files={"file": ("a.txt", b"text")}, data={field: value})
+        assert (both.status_code, both.json()["error"]["param"]) == (422, field)
 
 
 def test_a_damaged_nuggets_file_is_400(client):

@@ -49,6 +49,11 @@ def test_plain_texts_are_taken_as_they_are(name, encoding):
     assert extract(f"\n{TEXT}\n ".encode(encoding), name) == TEXT
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.md"])
+def test_a_text_may_speak_of_a_pdfs_mark(name):
+    assert extract(b"A PDF begins with %PDF-1.7.", name) == "A PDF begins with %PDF-1.7."
+
+
 @pytest.mark.parametrize("name", ["a.html", "a.htm", "a", "a.txt"])
 def test_of_html_what_a_reader_sees_is_taken(name):
     page = (

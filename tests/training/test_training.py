@@ -212,6 +212,20 @@ def test_unknown_keys_and_wrong_values_are_refused(recipe_file: Path, setting: s
         load_recipe(recipe_file, [setting])
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: a\nbase: b\n running: {}\n", "line 3, column 9"),
+        ("name: [\n", "line 2, column 1"),
+        ("name: a\n", "recipe.yaml: base is missing"),
+    ],
+)
+def test_what_is_wrong_with_a_recipe_is_told_with_its_place(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(InputError, match=said):
+        load_recipe(tmp_path / "recipe.yaml")
+
+
 def test_empty_data_is_refused(recipe_file: Path, tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text("")
     with pytest.raises(InputError, match="no data"):
@@ -245,7 +259,7 @@ def test_a_run_keeps_the_type_that_auto_was_when_it_began(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ["running.dtype=auto", "running.steps=4"]
-    monkeypatch.setattr("dodo.training.run.computes_in", lambda *_: False)
+    monkeypatch.setattr("dodo.training.run.computes_in", lambda kind, _: kind == torch.float32)
     train(load_recipe(recipe_file, settings), tmp_path / "whole", progress=False)
     train(load_recipe(recipe_file, [*settings, "running.steps=2"]), tmp_path / "parts", progress=False)
     monkeypatch.setattr("dodo.training.run.computes_in", lambda *_: True)  # as by a timing beside other work

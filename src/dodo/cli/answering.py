@@ -65,6 +65,8 @@ def run(
     pieces = []
     ids = prompt(dodo)
     made, new = fitted(dodo, made, 1 if ids is None else len(ids), asked, most(made))
+    if asked is None and new < most(made):
+        note(f"the base's window has room for {new:,} of {most(made):,} tokens: what would come behind them is cut off")
     ends = {} if ids is None or not dodo.answer_ends else {"eos_token_id": dodo.answer_ends}
     stream = dodo.stream(made, ids, max_new_tokens=new, **ends, **sampling.settings())
     try:
@@ -92,6 +94,7 @@ def run(
                 "states": int(made.states),
                 "ratio_achieved": made.achieved_ratio,
                 "compressed_for": made.use,
+                "max_new_tokens": new,
                 "seed": sampling.seed,
                 "seconds": {what: round(value, 4) for what, value in seconds.items()},
             }

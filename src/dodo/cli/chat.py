@@ -116,7 +116,7 @@ def _read_line() -> str | None:
         try:
             if not sys.stdin.isatty():
                 line = sys.stdin.buffer.readline()
-                return line.decode("utf-8") if line else None
+                return line.decode("utf-8").removeprefix("\ufeff") if line else None
             with suppress(ImportError):
                 import readline  # noqa: F401  # input() can edit lines then
             if sys.stdout.isatty():

@@ -99,6 +99,7 @@ def command(
         import uvicorn
 
         from dodo.serving.app import make_app
+        from dodo.serving.server import Server
         from dodo.serving.settings import Settings, is_loopback, read_keys
     except ImportError as error:
         raise click.ClickException(f"serving needs {error.name}: pip install 'dodo-lm[serve]'") from None
@@ -145,7 +146,8 @@ def command(
         dodo, _ = load_model(loading)
         note_fresh(dodo)
         _say_where(settings, host, port, as_json)
-        server = uvicorn.Server(uvicorn.Config(make_app(settings, dodo), log_level="warning", timeout_graceful_shutdown=5))
+        app = make_app(settings, dodo)
+        server = Server(uvicorn.Config(app, log_level="warning"), close=lambda: app.state.service.engine.close())
         server.run(sockets=[listening])
     if not server.started:
         raise click.ClickException("the server could not start; what it said stands above")

@@ -10,8 +10,9 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from dodo.errors import InputError
 
@@ -19,9 +20,12 @@ __all__ = [
     "NON_COMMERCIAL",
     "answers_field",
     "decode_text",
+    "naming",
     "permits_commercial_use",
+    "read_all",
     "read_each",
     "read_records",
+    "read_texts",
     "resolve",
     "text_field",
 ]
@@ -73,6 +77,38 @@ def read_records(source: str, *, fields: Sequence[str] | None = None) -> Iterato
         if isinstance(record, InputError):
             raise record
         yield record
+
+
+def read_all(sources: Sequence[str]) -> Iterator[tuple[str, Record]]:
+    """Records of several sources or patterns, each with where it stands: `corpus.jsonl, record 3`.
+
+    Raises:
+        InputError: see `resolve` and `read_records`.
+    """
+    for source in resolve(sources):
+        for number, record in enumerate(read_records(source), 1):
+            yield f"{source}, record {number}", record
+
+
+def read_texts(sources: Sequence[str]) -> Iterator[str]:
+    """The field `text` of each record of several sources or patterns.
+
+    Raises:
+        InputError: a record, which is named, has none; or see `read_all`.
+    """
+    for place, record in read_all(sources):
+        with naming(place):
+            text = text_field(record)
+        yield text
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Errors about input say where it stands."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None
 
 
 def read_each(path: Path, *, fields: Sequence[str] | None = None) -> Iterator[Record | InputError]:
@@ -159,14 +195,20 @@ def answers_field(record: Record) -> tuple[str, ...]:
 
 
 def _read_lines(path: Path) -> Iterator[Record | InputError]:
-    openers: dict[str, Callable[..., IO[str]]] = {".xz": lzma.open, ".gz": gzip.open}
+    openers: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
     try:
-        with openers.get(path.suffix.lower(), open)(path, "rt", encoding="utf-8-sig") as lines:
+        with openers.get(path.suffix.lower(), open)(path, "rb") as lines:
             for number, line in enumerate(lines, 1):
+                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if not line.strip():
                     continue
                 try:
-                    record = json.loads(line)
+                    record = json.loads(line.decode("utf-8"))
+                except UnicodeDecodeError as error:
+                    yield InputError(
+                        f"{path}, line {number}: not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start} of the line"
+                    )
+                    continue
                 except (ValueError, RecursionError) as error:
                     yield InputError(f"{path}, line {number}: not JSON: {error}")
                     continue
@@ -174,7 +216,7 @@ def _read_lines(path: Path) -> Iterator[Record | InputError]:
                     yield record
                 else:
                     yield InputError(f"{path}, line {number}: a JSON object is wanted, not {type(record).__name__}")
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise InputError(f"{path} can't be read: {error}") from None
 
 

@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
-from dodo.data.reading import answers_field, permits_commercial_use, read_records, resolve, text_field
+from dodo.data.reading import Record, answers_field, naming, permits_commercial_use, read_all, text_field
 from dodo.errors import InputError
 from dodo.files import replacing
 from dodo.fingerprint import of_tokenizer
@@ -29,6 +29,17 @@ ShardKind = Literal["text", "question"]
 RecordKind = Literal["text", "question", "summary"]
 VERSION = 1
 Row = TypeVar("Row")
+Taken = TypeVar("Taken")
+
+
+class Asked(NamedTuple):
+    """What is asked of a document, as a whole decoder prompt, and what is to come. Documents of one title are held back
+    together."""
+
+    document: str
+    prompt: str
+    answer: str
+    title: str
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,7 @@ def prepare(
     """
     left_out: Counter[str] = Counter()
 
-    def permitted(record: dict[str, Any]) -> bool:
+    def permitted(record: Record) -> bool:
         permits = not commercial_only or permits_commercial_use(record)
         left_out["not for commercial use (--any-licence, data.commercial_only)"] += not permits
         return permits
@@ -124,11 +135,18 @@ def prepare(
         left_out[f"shorter than {minimum} tokens"] += len(ids) < minimum
         return len(ids) >= minimum
 
-    records = (record for source in resolve(sources) for record in read_records(source) if permitted(record))
+    def taken(take: Callable[[Record], Taken]) -> Iterator[Taken]:
+        for place, record in read_all(sources):
+            if permitted(record):
+                with naming(place):
+                    found = take(record)
+                yield found
+
     if kind == "text":
-        shard = _texts(records, tokenizer, long_enough, tokens)
+        shard = _texts(taken(text_field), tokenizer, long_enough, tokens)
     else:
-        shard = _asked(records, tokenizer, long_enough, kind, tokens, left_out)
+        what = _summary_in if kind == "summary" else _question_in
+        shard = _asked(taken(lambda record: what(record, tokenizer)), tokenizer, long_enough, tokens, left_out)
     why = {reason: count for reason, count in left_out.items() if count}
     if len(shard.documents) == 0:
         told = "; ".join(f"{count:,} {reason}" for reason, count in why.items()) or "there are no records"
@@ -182,9 +200,8 @@ def _encoded(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, litera
 
 
 def _texts(
-    records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, keep: Callable[[list[int]], bool], tokens: int | None
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, keep: Callable[[list[int]], bool], tokens: int | None
 ) -> Shard:
-    texts = (text_field(record) for record in records)
     kept = (ids for ids in _encoded(texts, tokenizer, literal=True) if keep(ids))
     return Shard("text", _pack(_enough(kept, len, tokens), tokenizer))
 
@@ -199,40 +216,39 @@ def _enough(rows: Iterable[Row], length: Callable[[Row], int], tokens: int | Non
             return
 
 
-def _question_in(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
-    """Document, prompt and answer; None if there is no answer. Paper: Appendix D.2."""
+def _question_in(record: Record, tokenizer: PreTrainedTokenizerBase) -> Asked | None:
+    """Paper: Appendix D.2."""
     context, question, answers = text_field(record, "context"), text_field(record, "question"), answers_field(record)
     if not {"answers", "answer"} & set(record):
         raise InputError(f"a record has no field 'answers' or 'answer'; its fields are {', '.join(sorted(record))}")
     if not answers or not answers[0].strip():
         return None
-    return context, question_prompt(tokenizer, question), answers[0].strip()
+    title = str(record.get("title") or context)
+    return Asked(context, question_prompt(tokenizer, question), answers[0].strip(), title)
 
 
-def _summary_in(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
-    """The same of an article and its highlights. Paper: Appendix D.3."""
-    highlights = text_field(record, "highlights").strip()
-    return (text_field(record, "article"), request_prompt(tokenizer, SUMMARY), highlights) if highlights else None
+def _summary_in(record: Record, tokenizer: PreTrainedTokenizerBase) -> Asked | None:
+    """Of an article, and its highlights. Paper: Appendix D.3."""
+    article, highlights = text_field(record, "article"), text_field(record, "highlights").strip()
+    title = str(record.get("title") or article)
+    return Asked(article, request_prompt(tokenizer, SUMMARY), highlights, title) if highlights else None
 
 
 def _asked(
-    records: Iterable[dict[str, Any]],
+    records: Iterable[Asked | None],
     tokenizer: PreTrainedTokenizerBase,
     keep: Callable[[list[int]], bool],
-    kind: RecordKind,
     tokens: int | None,
     left_out: Counter[str],
 ) -> Shard:
     """Documents, each once, what is asked of them, and what is to come."""
     grouped: dict[str, list[tuple[str, str]]] = {}
     titles: dict[str, str] = {}
-    for record in records:
-        found = _summary_in(record, tokenizer) if kind == "summary" else _question_in(record, tokenizer)
+    for found in records:
         left_out["without an answer"] += found is None
         if found is not None:
-            context, prompt, answer = found
-            grouped.setdefault(context, []).append((prompt, answer))
-            titles.setdefault(context, str(record.get("title") or context))
+            grouped.setdefault(found.document, []).append((found.prompt, found.answer))
+            titles.setdefault(found.document, found.title)
     rows = zip(_encoded(grouped, tokenizer, literal=True), grouped.values(), titles.values(), strict=True)
     kept = [*_enough((row for row in rows if keep(row[0])), lambda row: len(row[0]), tokens)]
     prompts = _encoded((prompt for _, pairs, _ in kept for prompt, _ in pairs), tokenizer, literal=False)

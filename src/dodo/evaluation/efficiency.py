@@ -20,7 +20,7 @@ from dodo import prompts
 from dodo.attention import cache_argument
 from dodo.autoregressive import held_bytes
 from dodo.config import Use
-from dodo.data.reading import read_records, resolve, text_field
+from dodo.data.reading import read_texts
 from dodo.errors import InputError
 from dodo.evaluation.methods import Compressed, Held
 from dodo.evaluation.peak import forget_peak, peak
@@ -60,7 +60,7 @@ class Efficiency(Task):
         self.lengths = tuple(lengths)
 
     def items(self, sources: Sequence[str], tokenizer: Any, limit: int | None, seed: int) -> list[Item]:
-        text = "\n\n".join(text_field(record) for source in resolve(sources) for record in read_records(source))
+        text = "\n\n".join(read_texts(sources))
         ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
         if len(ids) < max(self.lengths):
             raise InputError(f"the texts have {len(ids):,} tokens together; {max(self.lengths):,} are wanted")

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from dodo.attention import cache_argument
 from dodo.autoregressive import held_bytes
-from dodo.data.reading import read_records, resolve, text_field
+from dodo.data.reading import read_texts
 from dodo.errors import InputError
 from dodo.evaluation.language_models import whole_of
 from dodo.evaluation.scoring import perplexity
@@ -47,7 +47,7 @@ class Endless:
 
     def items(self, sources: Sequence[str], limit: int | None, seed: int) -> list[Item]:
         """The texts that are longer than a stretch, in their order, each up to its first `limit` tokens."""
-        texts = [text_field(record) for source in resolve(sources) for record in read_records(source)]
+        texts = list(read_texts(sources))
         self._ids = [self._dodo.document_ids(text)[:limit] for text in texts if text]
         found = [Item(str(i), "", "all") for i, ids in enumerate(self._ids) if len(ids) > STRETCH]
         if not found:

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dodo.data.reading import read_records, resolve, text_field
+from dodo.data.reading import read_texts, resolve
 from dodo.errors import InputError
 from dodo.evaluation.methods import Compressed, Method
 from dodo.evaluation.tasks import Item, Task, held_each
@@ -27,9 +27,9 @@ class Highlight(Task):
     def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
         """The first texts, in their order; a file of one text gives its name."""
         found = [
-            Item(Path(source).name if i == 0 else f"{Path(source).name}, {i + 1}", text_field(record), "all")
+            Item(Path(source).name if i == 0 else f"{Path(source).name}, {i + 1}", text, "all")
             for source in resolve(sources)
-            for i, record in enumerate(read_records(source))
+            for i, text in enumerate(read_texts([source]))
         ]
         return found[:limit]
 

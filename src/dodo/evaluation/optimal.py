@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dodo.architecture import token_nats
 from dodo.compressor import Compressor
-from dodo.data.reading import read_records, resolve, text_field
+from dodo.data.reading import read_texts
 from dodo.errors import InputError
 from dodo.evaluation.methods import Compressed, Method, own_ids
 from dodo.evaluation.scoring import perplexity
@@ -43,7 +43,7 @@ class OptimalSelection(Task):
     name = "optimal-selection"
 
     def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
-        texts = [text_field(record) for source in resolve(sources) for record in read_records(source)]
+        texts = list(read_texts(sources))
         length = ENCODED + WHOLE + SCORED + 8  # cut out, a text may come to fewer tokens
         cut = windows(texts, tokenizer, length, np.random.default_rng(seed), limit or len(texts))
         found = [Item(str(i), text, "all") for i, text in enumerate(cut)]

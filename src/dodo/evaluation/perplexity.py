@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dodo.architecture import state_bytes
-from dodo.data.reading import read_records, resolve, text_field
+from dodo.data.reading import read_texts, resolve
 from dodo.errors import InputError
 from dodo.evaluation.language_models import LanguageModel, history_of, whole_of
 from dodo.evaluation.scoring import perplexity
@@ -205,7 +205,7 @@ def words_of(text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, l
 
 def _texts_of(source: str) -> list[tuple[str, bool]]:
     """Texts, and whether `<unk>` stands for a word out of the vocabulary in them."""
-    texts = [text_field(record) for record in read_records(source)]
+    texts = list(read_texts([source]))
     if not source.endswith(".tokens"):
         return [(text, False) for text in texts]
     return [(article, True) for text in texts for article in articles(text)]

@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dodo.config import Use
-from dodo.data.reading import answers_field, read_records, resolve, text_field
+from dodo.data.reading import Record, answers_field, naming, read_all, read_texts, resolve, text_field
 from dodo.errors import InputError
 from dodo.evaluation.methods import Held, Method
 from dodo.evaluation.scoring import contains_answer, corpus_bleu, perplexity, rouge, sentence_bleu, share_error, share_rebuilt
@@ -85,7 +85,7 @@ class Autoencoding(Task):
         self.lengths, self._asked = tuple(lengths or LENGTHS), lengths is not None
 
     def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
-        texts = [text_field(record) for source in resolve(sources) for record in read_records(source)]
+        texts = list(read_texts(sources))
         found: list[Item] = []
         for length in self.lengths:
             cut = windows(texts, tokenizer, length, np.random.default_rng((seed, length)), limit or len(texts))
@@ -145,7 +145,7 @@ class Multilingual(Autoencoding):
         found: list[Item] = []
         for source in resolve(sources):
             language = Path(source).name.split(".")[0]
-            texts = [text_field(record) for record in read_records(source)]
+            texts = list(read_texts([source]))
             for i in np.random.default_rng(seed).permutation(len(texts))[: limit or len(texts)]:
                 ids = tokenizer(texts[i], add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
                 cut = tokenizer.decode(ids[: self.LONGEST], clean_up_tokenization_spaces=False)
@@ -205,18 +205,15 @@ class Squad(Task):
 
     def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
         found: list[Item] = []
-        for i, record in enumerate(r for source in resolve(sources) for r in read_records(source)):
-            missing = {"context", "question", "answers"} - set(record)
-            if missing:
-                there = ", ".join(sorted(record))
-                raise InputError(
-                    f"record {i + 1} has no field {sorted(missing)[0]!r}; context, question and answers are wanted, not {there}"
-                )
-            answers = answers_field(record)
-            if not answers:
-                raise InputError(f"record {i + 1} has no answer, and nothing said to it would be right; leave such questions out")
-            key = str(record.get("id") or i)
-            found.append(Item(key, record["context"], "all", record["question"], answers))
+        for place, record in read_all(sources):
+            with naming(place):
+                if missing := {"context", "question", "answers"} - set(record):
+                    there = ", ".join(sorted(record))
+                    raise InputError(f"no field {sorted(missing)[0]!r}; context, question and answers are wanted, not {there}")
+                context, question, answers = _filled(record, "context"), _filled(record, "question"), answers_field(record)
+                if not answers:
+                    raise InputError("no answer, and nothing said to it would be right; leave such questions out")
+            found.append(Item(str(record.get("id") or len(found)), context, "all", question, answers))
         order = np.random.default_rng(seed).permutation(len(found))
         drawn = [found[i] for i in order]
         if self.lengths:
@@ -254,11 +251,11 @@ class Summarization(Task):
     use: Use = "questions"
 
     def items(self, sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None, seed: int) -> list[Item]:
-        records = [record for source in resolve(sources) for record in read_records(source)]
-        found = [
-            Item(str(record.get("id") or i), text_field(record, "article"), "all", answers=(text_field(record, "highlights"),))
-            for i, record in enumerate(records)
-        ]
+        found: list[Item] = []
+        for place, record in read_all(sources):
+            with naming(place):
+                article, highlights = _filled(record, "article"), _filled(record, "highlights")
+            found.append(Item(str(record.get("id") or len(found)), article, "all", answers=(highlights,)))
         order = np.random.default_rng(seed).permutation(len(found))
         return [found[i] for i in order[: limit or len(order)]]
 
@@ -362,6 +359,14 @@ def windows(
         if len(found) == count:
             break
     return found
+
+
+def _filled(record: Record, name: str) -> str:
+    """A text field with something in it."""
+    value = text_field(record, name)
+    if not value.strip():
+        raise InputError(f"the field {name!r} is empty")
+    return value
 
 
 def _grouped(items: Iterable[Item], made: dict[str, Any]) -> Iterator[tuple[str, list[Item]]]:

@@ -95,7 +95,8 @@ async def _keep(service: Service, source: str | File, wanted: ContextRequest, re
     report({"stage": "storing"})
     name = source.name[-200:] or None if isinstance(source, File) and wanted.name is None else wanted.name
     context = await _stored(service.store, nuggets, name)
-    return ContextObject.of(context, service.dodo.warning_of(nuggets))
+    told = filter(None, (service.dodo.beyond_window(int(nuggets.lengths + nuggets.sinks)), service.dodo.warning_of(nuggets)))
+    return ContextObject.of(context, "; ".join(told) or None)
 
 
 async def _stored(store: AnyStore, nuggets: Nuggets, name: str | None) -> Context:

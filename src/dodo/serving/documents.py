@@ -1,5 +1,6 @@
 """A document in the body of a request: its text as JSON, or a file in a form."""
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, TypeVar
@@ -49,6 +50,10 @@ async def read(request: Request, form: type[R]) -> tuple[str | File, R]:
         file, fields = parts.get("file"), {name: value for name, value in parts.multi_items() if name != "file"}
         if not isinstance(file, UploadFile):
             raise ApiError(422, "file: is missing; send one as a part of that name", code="invalid_value", param="file")
+        if "text" in fields:
+            raise ApiError(422, "text: is sent as JSON, without a file; leave it out", code="invalid_value", param="text")
+        if twice := [name for name, count in Counter(name for name, _ in parts.multi_items()).items() if count > 1]:
+            raise ApiError(422, f"{twice[0]}: is there more than once", code="invalid_value", param=twice[0])
         wanted = form.model_validate({**fields, "text": ""})
         return File(await file.read(), PurePath(file.filename or "").name), wanted
 

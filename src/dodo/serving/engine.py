@@ -189,9 +189,14 @@ class Engine:
             raise InputError(f"token ids of the prompt must be 0 .. {self._vocabulary - 1}")
         window, needed = self._dodo.compressor.window, start + request.prompt_length + request.max_new_tokens
         if needed > window:
+            parts, help_with = (
+                ("the prompt", "shorten the prompt")
+                if request.nuggets is None
+                else ("the text's positions, the prompt", "compress the text more")
+            )
             raise WindowError(
-                f"the text's positions, the prompt and {request.max_new_tokens:,} new tokens need {needed:,} positions, but the "
-                f"base's window has {window:,}; ask for fewer new tokens, or use nuggets.compact()"
+                f"{parts} and {request.max_new_tokens:,} new tokens need {needed:,} positions, but the base's window has "
+                f"{window:,}; ask for fewer new tokens, or {help_with}"
             )
         if request.states > self._max_states:
             raise InputError(

@@ -47,7 +47,8 @@ def extract(data: bytes, name: str) -> str:
 def _reader(data: bytes, name: str) -> Callable[[bytes], str]:
     suffix = PurePath(name).suffix.lower()
     kind = mimetypes.guess_type(f"file{suffix}")[0] or ""
-    if b"%PDF-" in data[:1024]:
+    text = suffix in (".txt", ".md", ".markdown")  # which may speak of the mark
+    if data.startswith(b"%PDF-") or (b"%PDF-" in data[:1024] and not text):
         return _pdf
     if data.startswith(b"PK\x03\x04") and suffix in ("", ".docx"):
         return _docx

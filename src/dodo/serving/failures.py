@@ -106,8 +106,6 @@ def failure(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
             if isinstance(error, FingerprintMismatch | StoreDamaged | StoreFull | TimeoutError):
                 headers = {"x-should-retry": "false"}  # OpenAI's clients ask again otherwise, which helps with none of these
             message = str(error) or "the request took longer than this server allows; ask for less"
-            if isinstance(error, WindowError):
-                message = f"{message.rpartition(';')[0] or message}; ask for fewer new tokens, or compress the text more"
             param = "context_ids" if isinstance(error, UnknownContext) else None
             return status, _body(status, message, code, param), headers
     log.error("request failed", exc_info=error)
@@ -140,8 +138,9 @@ def _first(errors: Sequence[Any]) -> tuple[str, str | None]:
     field = errors[0]["loc"][:1]  # if it takes several types, what is wrong with the one that fits best
     error = max((e for e in errors if e["loc"][:1] == field), key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     if error["type"] == "json_invalid":
-        place = error["loc"][-1] if error["loc"] else 0
-        return f"the body is not JSON: {error.get('ctx', {}).get('error', error['msg'])} at character {place}", "body"
+        told = str(error.get("ctx", {}).get("error", error["msg"]))
+        place = f" at character {error['loc'][-1]}" if error["loc"] and "column" not in told else ""
+        return f"the body is not JSON: {told}{place}", "body"
     path = [part for part in error["loc"] if isinstance(part, int) or (part != "str" and "[" not in part)]  # or a type's name
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     if error["type"] == "extra_forbidden":

@@ -333,7 +333,7 @@ def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
     except OSError as error:
         raise InputError(f"recipe {path} can't be read: {error.strerror or error}") from None
     except yaml.YAMLError as error:
-        raise InputError(f"recipe {path} is not YAML: {str(error).splitlines()[0]}") from None
+        raise InputError(f"recipe {path} is not YAML: {_told(error)}") from None
     if not isinstance(values, dict):
         raise InputError(f"recipe {path} must hold keys and values")
     for setting in settings:
@@ -349,9 +349,16 @@ def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
         try:
             place[last] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise InputError(f"--set {setting!r}: the value is not YAML: {str(error).splitlines()[0]}") from None
+            raise InputError(f"--set {setting!r}: the value is not YAML: {_told(error)}") from None
     recipe: Recipe = build(Recipe, values, where=str(path))
     return recipe
+
+
+def _told(error: yaml.YAMLError) -> str:
+    """What is wrong, and where."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
+        return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return str(error).splitlines()[0]
 
 
 def build(kind: Any, value: Any, *, where: str) -> Any:
@@ -363,6 +370,9 @@ def build(kind: Any, value: Any, *, where: str) -> Any:
         hints = typing.get_type_hints(kind)
         if unknown := sorted(set(value) - set(hints)):
             raise InputError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(sorted(hints))}")
+        needed = {f.name for f in dataclasses.fields(kind) if f.init and f.default is f.default_factory is dataclasses.MISSING}
+        if missing := sorted(needed - set(value)):
+            raise InputError(f"{where}: {missing[0]} is missing")
         made = {key: build(hints[key], entry, where=f"{where}: {key}") for key, entry in value.items()}
         try:
             return kind(**made)
