@@ -202,7 +202,6 @@ def test_a_folder_with_a_run_is_not_overwritten(recipe_file: Path, tmp_path: Pat
         "optimizer.average=1",
         "running.quantization=3bit",
         "mixture.among={low: 60, mode: 60, high: 60}",  # of questions, and there are none
-        "mixture.question_ratio={low: 2, mode: 2, high: 2}",
         "running={strategy: fsdp, quantization: 4bit}",
         "mixture.ratio={low: 1",
     ],

@@ -96,9 +96,8 @@ class Mixture:
         weights = [getattr(self, name) for name in typing.get_args(Objective)]
         if min(weights) < 0 or sum(weights) == 0:
             raise InputError("mixture: the weights of the objectives must not be negative, and one must be positive")
-        for name in ("among", "question_ratio"):
-            if getattr(self, name) is not None and not self.question:
-                raise InputError(f"mixture.{name} is of questions, and the mixture has none: give mixture.question a weight")
+        if self.among is not None and not self.question:
+            raise InputError("mixture.among is of questions, and the mixture has none: give mixture.question a weight")
         if self.segment < 1 or self.window.low < 1:
             raise InputError("mixture: window and segment are at least 1 token")
         for ratio in filter(None, (self.ratio, self.question_ratio)):
