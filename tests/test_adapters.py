@@ -264,3 +264,11 @@ def test_merging_within_merging_is_the_same_or_refused(pair: Callable[..., Pair]
             assert torch.equal(compressor.base(ids).logits, once)
         with adapters.merged(PHI):
             assert not torch.equal(compressor.base(ids).logits, once)
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "query"), ("query",)])
+def test_a_layer_that_the_base_has_not_is_named_though_others_are_there(pair: Maker, targets: tuple[str, ...]) -> None:
+    found = r"no linear layer 'query'; it has (?=.*\bq_proj\b)(?!.*lora)"
+    with pytest.raises(InputError, match=found):
+        pair("llama", decoder=LoraSettings(rank=2, targets=targets))
+    pair("llama", decoder=LoraSettings(rank=2, targets=("q_proj", "self_attn.o_proj")))

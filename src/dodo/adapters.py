@@ -76,7 +76,7 @@ class Adapters:
         seed: of the fresh weights. Fresh adapters change nothing: their B matrices are zero.
 
     Raises:
-        InputError: the base has adapters already.
+        InputError: the base has adapters already, or no layer of a name that they are to be on.
 
     Attributes:
         lock: held by the thread that has the base changed for itself, by `use`, `mixed`, `merged` or otherwise.
@@ -353,6 +353,12 @@ def _without_chatter() -> Iterator[None]:
 
 
 def _lora_config(base: PreTrainedModel, settings: LoraSettings) -> LoraConfig:
+    if isinstance(settings.targets, tuple):  # of several names PEFT leaves out without a word those that nothing has
+        linears = {name.removesuffix(".base_layer") for name, layer in base.named_modules() if isinstance(layer, torch.nn.Linear)}
+        for target in settings.targets:
+            if not any(f".{name}".endswith(f".{target}") for name in linears):
+                there = ", ".join(sorted({name.rpartition(".")[2] for name in linears if "lora_" not in name}))
+                raise InputError(f"LoRA targets: the base has no linear layer {target!r}; it has {there}")
     return LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT takes fractions
