@@ -3,7 +3,7 @@
 #   make test      the tests: minutes, no network once the packages are there
 #   make test-all  the slow ones too, on the real base model, and the core on the oldest versions that are supported
 #   make peers     the environment of the peers that `dodo evaluate` can measure
-#   make check     lint, types, imports, documents
+#   make check     lint, types, imports
 #   make bench     measure speed and memory, into results/
 
 PYTHON ?= python3

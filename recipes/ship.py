@@ -203,6 +203,8 @@ def _card(dodo: Dodo, parts: list[Part], records: list[dict], hardware: str, ave
         *([_averaging(average)] if average else []),
         "```",
         "",
+        "where a recipe's `start` is the folder that ships, it was what shipped then (recipes/README.md).",
+        "",
         "## Curve",
         "",
         "Validation by the scorer's selection: loss in nats per token (teacher-forced) and BLEU of held-out texts; `question` is "

@@ -89,16 +89,12 @@ def test_what_ships_rebuilds_and_answers_as_the_readme_says() -> None:
         assert found["settings"]["adapter fingerprint"] in CARD.read_text(encoding="utf-8"), (row, column)
 
 
-@pytest.mark.parametrize(
-    ("corner", "control", "fewest"),
-    [("", "control-stride", 40), ("averaged alike", "average-control-stride", 40)],
-)
-def test_the_scorer_and_the_controls_are_as_their_records(corner: str, control: str, fewest: int) -> None:
-    cells = table(MEASURED, corner, "r = 20")
-    assert len(cells) >= fewest
+def test_the_scorer_and_the_control_are_as_their_records() -> None:
+    cells = table(MEASURED, "", "r = 20")
+    assert len(cells) > 70
     for row, column, shown in cells:
         ratio, (what, _, texts) = column.replace("r = ", "r"), row.partition(", ")
-        for method, one in zip(("dodo", control), shown.split(" / "), strict=True):
+        for method, one in zip(("dodo", "average-control-stride"), shown.split(" / "), strict=True):
             if what == "SQuAD":
                 value = 100 * record(f"squad/{method}-{ratio}")["measured"]["all"]["accuracy"]
             else:

@@ -189,7 +189,7 @@ class Dodo:
             nuggets: number of nuggets; neither: the configured ratio.
             use: "questions", or whatever else is asked about the text, or "text", to rebuild it. Which tokens become nuggets
                 depends on it where the adapters tell them apart (`DodoConfig.by_use`); either use is possible after.
-            segment: tokens encoded at a time, for a text that is.
+            segment: tokens encoded at a time, of a text that is encoded in segments.
 
         Returns:
             Nuggets on the model's device; `nuggets[i]` takes one text out of a batch.
@@ -467,7 +467,7 @@ class Dodo:
             cache, positions = nuggets.to_cache(), nuggets.next_positions[:, None] + torch.arange(ids.shape[1])
             with dodo.decoding() as base, torch.no_grad():
                 for _ in range(20):
-                    logits = base(input_ids=ids, position_ids=positions, past_key_values=cache).logits  # or cache=
+                    logits = base(input_ids=ids, position_ids=positions, past_key_values=cache).logits  # or cache=, by the base
                     ids, positions = logits[:, -1:].argmax(-1), positions[:, -1:] + 1
 
         Yields:

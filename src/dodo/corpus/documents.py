@@ -47,7 +47,7 @@ def files_of(source: Path, *, besides: Path) -> list[Path]:
 
     Returns:
         Also the folders that can't be read, and links that lead nowhere: `documents` hands them on as failures. Files of other
-        kinds get a warning, but hidden ones and nuggets.
+        kinds get a warning, except hidden ones and nuggets.
 
     Raises:
         InputError: there is no such file or folder, or nothing in it that can be read.

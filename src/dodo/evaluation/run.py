@@ -61,7 +61,8 @@ def evaluate(
         task, method: see `names.METHODS_OF`.
         ratio: tokens per nugget; None: the configured one, for perplexity and endless the paper's 10.
         sources: files, patterns or `hf:` ids.
-        lengths: of the texts of autoencoding, delimiters and efficiency, in tokens; none: the task's own.
+        lengths: of the texts of autoencoding, delimiters and efficiency, in tokens; none: the task's own. In squad, of the
+            documents that a paragraph stands in; none: the paragraph alone.
         states: held before each segment, in perplexity; in endless the last of them is held at most.
         segment: tokens scored at a time, in perplexity.
         share: of the states that are whole tokens, in perplexity and endless.

@@ -204,7 +204,8 @@ class Running:
     accumulate: int = 1
     """Forward passes in one step."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """Of the frozen base; trained parameters stay fp32. auto: bfloat16, but float32 where that is faster."""
+    """Of the frozen base; trained parameters stay fp32. auto: bfloat16, but float32 where that is clearly faster or a GPU lacks
+    bfloat16; the run keeps it. On several machines name one."""
     quantization: Literal["4bit", "8bit"] | None = None
     """Of the frozen base, through bitsandbytes (an extra), as by QLoRA. Not with fsdp or DeepSpeed."""
     attention: Literal["eager", "sdpa"] = "sdpa"

@@ -232,7 +232,7 @@ def _settled(recipe: Recipe, folder: Path, *, resume: bool) -> Recipe:
 
 
 def _fitting(running: Running) -> Literal["bfloat16", "float32"]:
-    """bfloat16 where it is no slower than float32."""
+    """bfloat16 where it takes about as long as float32, or less."""
     if _on_cpu(running):
         return "bfloat16" if computes_in(torch.bfloat16, "cpu") else "float32"
     return "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
