@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 from torch import Tensor
 
-from dodo.data.reading import read_records, resolve, text_field
+from dodo.data.reading import naming, read_records, resolve, text_field
 from dodo.errors import DodoWarning, InputError
 from dodo.model import Dodo
 from dodo.thresholds import Thresholds, realised_ratio
@@ -116,10 +116,8 @@ def _texts(sources: Sequence[str]) -> list[str]:
     for source in resolve(sources):
         records = read_records(source, fields=("text",))
         for number, record in enumerate(islice(records, MOST_TEXTS), 1):
-            try:
+            with naming(f"{source}, record {number}"):
                 found[text_field(record)] = None
-            except InputError as error:
-                raise InputError(f"{source}, record {number}: {error}") from None
         if next(records, None) is not None:
             warnings.warn(f"of {source} only the first {MOST_TEXTS:,} texts are read", DodoWarning, stacklevel=3)
     return [text for text in found if text.strip()]
