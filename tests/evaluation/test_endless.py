@@ -59,6 +59,9 @@ def test_full_is_the_base_stretch_by_stretch(dodo: Dodo, texts: Path) -> None:
         assert stretch["n"] == counts[i]
         assert stretch["perplexity"] == pytest.approx(math.exp(sums[i] / counts[i]), rel=1e-3)
     assert found["all"] == {"texts": 2, "states held at most": 100, "bytes held at most": made["0"]["bytes"]}
+    each = task.each(items, made)
+    assert [len(each[f"tokens from {32 * i}"]) for i in range(4)] == [8, 8, 8, 2]
+    assert sum(each["tokens from 0"]) / 8 == pytest.approx(sums[0] / counts[0], abs=1e-4)
 
 
 @pytest.mark.parametrize("method", ["dodo", "window"])

@@ -291,3 +291,26 @@ def test_words_that_segments_cut_count_by_their_scored_share(dodo: Dodo, texts: 
     assert any(part["words, all"] % 1 for part in parts)
     nats = [math.log(part["word perplexity, all"]) * part["words, all"] for part in parts if part["words, all"]]
     assert sum(nats) == pytest.approx(math.log(whole["word perplexity, all"]) * whole["words, all"])
+
+
+def test_segments_by_themselves_are_those_with_a_whole_history_in_the_texts_order(dodo: Dodo, tmp_path: Path) -> None:
+    """Whatever the share of whole tokens, so that methods can be compared segment by segment; unknown words do not count."""
+    path = tmp_path / "wiki.tokens"
+    first, second = " One <unk> dodo ran ." * 12, " Two <unk> ran ." * 20
+    path.write_text(f" \n = A = \n \n{first} \n \n = B = \n \n{second}", encoding="utf-8")
+    found = {}
+    for share in (0.5, 0.75):
+        measuring, items, made, numbers = measured(dodo, Made(), path, share=share)
+        each = measuring.each(items, made)["8 states"]
+        wanted = []
+        for text in measuring._texts:
+            for start in range(0, len(text.ids) - 1, SEGMENT):
+                here = range(start + 1, min(start + 1 + SEGMENT, len(text.ids)))
+                nats = [1 + int(text.ids[i]) / 100 for i in here if text.words[i] < 0 or text.counted[text.words[i]]]
+                if start >= HISTORY + int(dodo.config.keep_first) and nats:
+                    wanted.append(sum(nats) / len(nats))
+        assert len(wanted) > 5
+        assert each == pytest.approx(wanted, abs=1e-4)
+        assert numbers["8 states"]["subwords"] < SEGMENT * len(wanted)  # something was not counted
+        found[share] = each
+    assert found[0.5] == found[0.75]

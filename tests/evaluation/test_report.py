@@ -185,6 +185,31 @@ def test_methods_are_compared_item_by_item_with_dodo_at_their_ratio(tmp_path: Pa
     assert "| stride | 5 | texts.jsonl | all | 3 | +0.333 ± 0.333 | trained 01234567 | trained 01234567 |" in compared
 
 
+def test_language_models_are_compared_segment_by_segment_with_dodo_of_their_split(tmp_path: Path) -> None:
+    """One that has no split stands beside every one; segments drawn at another limit are others."""
+    values = {"64 states": {"subwords": 3, "subword perplexity": 20.0, "states each": 64.0}}
+
+    def record(name: str, method: str, each: list[float], share: float | None = None, limit: int = 6400) -> None:
+        more = {"seed": 0, "segment": 64, "limit": limit, "share of whole tokens": share}
+        put(tmp_path, name, "perplexity", method, 10.0, values, settings=more, each={"64 states": each})
+
+    record("a", "dodo", [3.0, 2.0, 2.0], 0.5)
+    record("b", "dodo", [2.5, 2.0, 2.0], 0.875)
+    record("c", "compressive", [3.0, 3.0, 2.0], 0.875)  # -0.5, -1, 0
+    record("d", "theta", [3.0, 3.0, 3.0])  # 0, -1, -1 and -0.5, -1, -1
+    record("e", "full", [9.0, 9.0, 9.0], limit=100)
+    write_report(read_results(tmp_path), tmp_path / "results.md")
+    text = (tmp_path / "results.md").read_text()
+    compared = text[text.index("Item by item") : text.index("In the paper")]
+    rows = [line.split(" | ") for line in compared.splitlines() if "jsonl" in line]
+    assert [(row[0], row[5], row[7]) for row in rows] == [
+        ("| compressive, 0.875 whole", "-0.500 ± 0.289", "trained 01234567, 0.875 whole |"),
+        ("| theta", "-0.667 ± 0.333", "trained 01234567 |"),
+        ("| theta", "-0.833 ± 0.167", "trained 01234567, 0.875 whole |"),
+    ]
+    assert "| nats |" in compared
+
+
 def test_each_data_set_has_a_panel_of_boxes_and_each_ratio_a_colour(tmp_path: Path) -> None:
     figures = pytest.importorskip("matplotlib.figure", reason="figures need matplotlib")
     values = {"n": 2, "bleu": 70.0}

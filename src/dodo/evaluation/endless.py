@@ -70,28 +70,35 @@ class Endless:
             most_states, most_bytes = max(most_states, states), max(most_bytes, held)
         return {"pieces": pieces, "states": most_states, "bytes": most_bytes}
 
-    def each(self, items: Sequence[Any], made: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-        """Nothing."""
-        return {}
+    def each(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+        """For each stretch: nats per token of the pieces in it."""
+        return {
+            name: [round(nats / count, 5) for nats, count in pieces if count] for name, pieces in _stretches(items, made).items()
+        }
 
     def measure(self, items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Perplexity of each stretch, its standard error from the pieces in it, and what was held at most."""
-        stretches: dict[int, list[tuple[float, int]]] = defaultdict(list)
-        for item in items:
-            at = 0
-            for nats, count in made[item.key]["pieces"]:
-                stretches[at // STRETCH].append((nats, count))
-                at += count
         found: dict[str, Any] = {}
-        for i, pieces in sorted(stretches.items()):
+        for name, pieces in _stretches(items, made).items():
             value, error = perplexity([n for n, _ in pieces], [count for _, count in pieces])
-            found[f"tokens from {i * STRETCH:,}"] = {
+            found[name] = {
                 "n": sum(count for _, count in pieces),
                 "perplexity": value,
                 "perplexity standard error": error,
             }
         most = {f"{name} held at most": max(made[item.key][name] for item in items) for name in ("states", "bytes")}
         return found | {"all": {"texts": len(items), **most}}
+
+
+def _stretches(items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[str, list[tuple[float, int]]]:
+    """Nats and tokens of the pieces, by the stretch of their text that they begin in."""
+    found: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for item in items:
+        at = 0
+        for nats, count in made[item.key]["pieces"]:
+            found[at // STRETCH].append((nats, count))
+            at += count
+    return {f"tokens from {i * STRETCH:,}": pieces for i, pieces in sorted(found.items())}
 
 
 def _streamed(dodo: Dodo, *, window: int, states: int, ratio: float | None) -> Reader:

@@ -126,9 +126,16 @@ class Perplexity:
                 made[item.key] = {"nats": [round(n, 5) for n in nats[:real]], "states": held}
         return [made[item.key] for item in batch]
 
-    def each(self, items: Sequence[Any], made: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-        """Nothing."""
-        return {}
+    def each(self, items: Sequence[Segment], made: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+        """For each S: nats per counted subword of each segment with a whole history, in the order of the texts."""
+        found: dict[str, list[float]] = {f"{S} states": [] for S in self.states}
+        for item in sorted(items, key=lambda item: (item.text, item.start)):
+            text, nats = self._texts[item.text], np.array(made[item.key]["nats"])
+            some = slice(item.start + 1, item.start + 1 + len(nats))
+            counted = np.append(text.counted, True)[text.words[some]]
+            if item.start >= self._whole(item.states) and counted.any():
+                found[item.group].append(round(float(nats[counted].mean()), 5))
+        return found
 
     def measure(self, items: Sequence[Segment], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """For each S: perplexities of segments with a whole history, and of all."""

@@ -109,14 +109,18 @@ SECTIONS: dict[str, Section] = {
             ("256", "Compressive", "6.88", "11.62", "4.82"),
             ("256", "Dodo", "6.30", "10.55", "4.01"),
         ),
-        apart="Standard errors are of texts that are hard or easy for all methods alike: all read the same ones.",
+        apart="Standard errors are of texts that are hard or easy for all methods alike: all read the same ones. Item by item, "
+        "nats per subword of segments, of which less is better.",
         ours=_SMALL,
+        single="nats",
     ),
     "endless": Section(
         "Endless text",
         {"perplexity": "perplexity"},
         apart="Beyond the paper. Standard errors take the pieces of one text for independent. Past its "
-        "window of 8,192 tokens the base is lost, and its errors are large with it.",
+        "window of 8,192 tokens the base is lost, and its errors are large with it. Item by item, nats per token of pieces, of "
+        "which less is better.",
+        single="nats",
     ),
     "squad": Section(
         "Questions on a document (Table 3)",
@@ -337,6 +341,7 @@ def _paired(section: Section, records: Sequence[Record]) -> list[str]:
         signed = shown if shown.startswith("-") else f"+{shown}"
         ratio, where = f"{found.dodo['settings']['ratio']:g}", (_data_of(settings), found.group, str(found.n))
         adapters = [" ".join(_adapters(record)) for record in (found.other, found.dodo)]
+        adapters[1] += _split_of(found.dodo["settings"])
         rows.append((method_of(settings), ratio, *where, signed, *adapters))
     return _rows(("method", "ratio", "data", "group", "n", section.single, "adapters", "Dodo's"), rows) if rows else []
 
@@ -348,8 +353,12 @@ def _data_of(settings: dict[str, Any]) -> str:
 
 def method_of(settings: dict[str, Any]) -> str:
     """The method, and what share of the states it holds as whole tokens where that is not the paper's half."""
+    return f"{settings['method']}{_split_of(settings)}"
+
+
+def _split_of(settings: dict[str, Any]) -> str:
     share = settings.get("share of whole tokens")
-    return f"{settings['method']}, {share:g} whole" if share not in (None, 0.5) else str(settings["method"])
+    return f", {share:g} whole" if share not in (None, 0.5) else ""
 
 
 def _adapters(record: Record) -> tuple[str, ...]:
