@@ -53,7 +53,9 @@ def test_the_printed_ratio_is_the_hand_computed_one_of_the_checked_texts(run, ad
 def test_ratios_that_are_far_off_are_pointed_out_on_stderr(run, adapters, corpus, tmp_path):
     check = write(tmp_path / "check.jsonl", ["Dodo."])  # a handful of tokens can't be kept one in 20
     result = run("calibrate", corpus, "--check", check, "--model", adapters, "--ratio", "20", "--ratio", "40")
-    assert "note: of 2 to 20, off by more than 10% on them: ratio 20\n" in result.stderr
+    assert (
+        "note: of 2 to 20, off by more than 10% on them: ratio 20; more --tokens help, or texts more like them\n" in result.stderr
+    )
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["ratio", "20", "40"]
 
 
@@ -90,7 +92,7 @@ def test_texts_are_held_out_whole_and_none_is_in_both(run, models, corpus, tmp_p
     assert not {tuple(row) for row in sampled} & {tuple(row) for row in tried}
     shown = json.loads(result.stdout)
     assert shown["sampled"] == {"texts": 21, "tokens": sum(len(row) - 1 for row in sampled)}  # the kept first ones left out
-    assert "fewer than 50,000" in result.stderr
+    assert "fewer than 100,000" in result.stderr
 
 
 def test_tokens_bound_what_is_sampled_and_the_seed_draws_it(run, models, corpus, tmp_path):

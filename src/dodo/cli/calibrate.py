@@ -36,7 +36,7 @@ Examples:
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
-    default=50_000,
+    default=100_000,
     show_default=True,
     metavar="N",
     help="Sampled for the estimate, and at most as many to try it on.",
@@ -123,9 +123,9 @@ def command(
     sampled = f"{made.thresholds.tokens:,} tokens of {made.texts:,} texts sampled"
     note(f"{sampled}, tried on {checked:,} of {made.checked_texts:,} others")
     if far:
-        note(
-            f"of {COMMON[0]} to {COMMON[1]}, off by more than {FAR:.0%} on them: ratio {', '.join(f'{ratio:g}' for ratio in far)}"
-        )
+        which = ", ".join(f"{ratio:g}" for ratio in far)
+        remedy = "more --tokens help, or texts more like them"
+        note(f"of {COMMON[0]} to {COMMON[1]}, off by more than {FAR:.0%} on them: ratio {which}; {remedy}")
     note(f"written to {out}; next: dodo generate --model {out} --ratio {ratios[0] if ratios else 10:g} ...")
 
 

@@ -53,7 +53,7 @@ def calibrate(
     dodo: Dodo,
     sources: Sequence[str],
     *,
-    tokens: int = 50_000,
+    tokens: int = 100_000,
     held_out: float = 0.2,
     check: Sequence[str] = (),
     seed: int = 0,
