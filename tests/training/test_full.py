@@ -4,17 +4,21 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from dodo.data.batches import Batch
+from dodo.data.batches import Batch, TextSource
+from dodo.data.shards import Ragged, Shard
 from dodo.errors import InputError
+from dodo.training.mixture import BatchMaker
 from dodo.training.objectives import batch_loss
 from dodo.training.recipe import load_recipe
 from dodo.training.run import train
 from tests.conftest import stir, tokens
 from tests.training.test_training import recipe_file  # noqa: F401 (a fixture)
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 WHOLE = ["model=full", "mixture.autoencoding=0.0", "mixture.ratio={low: 1.0, mode: 1.0, high: 1.0}"]
 
 
@@ -63,6 +67,36 @@ def test_the_gradient_reaches_theta_alone(pair) -> None:
     assert {name.split(".")[-2] for name, p in compressor.named_parameters() if p.grad is not None} == {"theta"}
 
 
+def test_as_a_language_model_all_tokens_are_read_by_theta(pair) -> None:
+    """The first as well; nothing is scored, kept or dropped, as where it is measured (Section 5, Full)."""
+    compressor = stir(pair().compressor)
+    documents, targets = tokens(2, 12), tokens(2, 12, seed=1)
+    real = torch.ones_like(documents).bool()
+    nothing = documents[:, :0]
+    read_on = Batch("autoregressive", 1.0, documents, real, nothing, nothing.bool(), targets, window=3, segment=2)
+    loss = batch_loss(compressor, read_on, "whole")
+    with torch.no_grad(), compressor.adapters.use("theta"):
+        logits = compressor.base(documents).logits
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    assert loss.sum == pytest.approx(float(wanted), rel=1e-5)
+    loss.total.backward()
+    assert {name.split(".")[-2] for name, p in compressor.named_parameters() if p.grad is not None} == {"theta"}
+
+
+def test_the_language_models_of_table_1_learn_from_the_same_batches() -> None:
+    """In both parts of the training: the paper trains all of them on the same data."""
+    ids = np.random.default_rng(0).integers(2, 999, 40_000).astype(np.uint16)
+    text = TextSource([Shard("text", Ragged(ids, np.arange(0, 40_001, 2000)))], bos=0, eos=1)
+    for part in ("", "-more"):
+        seen = []
+        for kind in ("autoregressive", "compressive", "full"):
+            recipe = load_recipe(RECIPES / f"smollm2-135m-{kind}{part}.yaml")
+            seen.append([BatchMaker(recipe, text, None)(number) for number in range(6)])
+            assert recipe.trained_as == kind
+        for ours, *others in zip(*seen, strict=True):
+            assert all(torch.equal(ours.documents, other.documents) for other in others)
+
+
 def test_a_recipe_trains_it_on_questions_and_on_continuations(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811
     one = {"question": "Who?", "answers": ["the dodo"], "license": "CC0"}
     pairs = [{"context": f"{letter} dodo was a bird.", **one} for letter in "ABCDEFGH"]
@@ -82,8 +116,7 @@ def test_a_recipe_trains_it_on_questions_and_on_continuations(recipe_file: Path,
     [
         ("mixture.ratio={low: 1.0, mode: 2.0, high: 3.0}", "reads the whole text"),
         ("mixture.question_ratio={low: 1.0, mode: 2.0, high: 3.0}", "reads the whole text"),
-        ("mixture.autoencoding=1.0", "can learn question and continuation"),
-        ("mixture.autoregressive=1.0", "can learn question and continuation"),
+        ("mixture.autoencoding=1.0", "can learn question, continuation, autoregressive"),
         ("selection.warm_start=3", "selects nothing"),
     ],
 )

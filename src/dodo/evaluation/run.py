@@ -194,8 +194,8 @@ def _tell_of_others(dodo: Dodo, task: str, method: str) -> None:
     """Warn where a method measures adapters that learned to be something else."""
     of_texts: dict[str, TrainedAs] = {"stride": "compressor", "random": "compressor", "icae": "icae", "theta": "full"}
     wanted: TrainedAs | None = of_texts.get(method)  # where Dodo itself compresses or writes, it tells by itself
-    if task == Perplexity.name:  # theta is trained as an LM from whose window nothing falls
-        wanted = {"full": None, "compressive": "compressive"}.get(method, "autoregressive")
+    if task == Perplexity.name:
+        wanted = {"full": None, "theta": "full", "compressive": "compressive"}.get(method, "autoregressive")
     if wanted is not None and (told := dodo.trained_otherwise(wanted)):
         warnings.warn(told, DodoWarning, stacklevel=3)
 

@@ -9,7 +9,7 @@ Shapes: B texts, T document tokens, M decoder tokens, N tokens with a loss, V vo
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -131,6 +131,10 @@ def _read_on(compressor: Compressor, batch: Batch, way: Way) -> Tensor:
     if way == "pooled":
         averaging = Compressive(compressor, ratio=round(batch.ratio), window=batch.window, segment=batch.segment)
         return averaging.forward(batch.documents, states=True)
+    if way == "whole":
+        with compressor.adapters.use(THETA):
+            read: Any = backbone(compressor.base)(input_ids=batch.documents, use_cache=False)
+        return cast(Tensor, read.last_hidden_state)
     lm = Autoregressive(compressor, threshold=math.inf, window=batch.window, segment=batch.segment)
     scores = lm.score(batch.documents)
     if way == "stride":

@@ -257,7 +257,7 @@ class Recipe:
     name: str = "dodo"
     model: Literal["dodo", "compressive", "icae", "full"] = "dodo"
     """What is trained: Dodo; theta alone over means of the past, the baseline of Section 5.1; memory tokens with phi, that of
-    Section 4.1; or theta alone over the whole text, the fine-tuned Full of Section 6."""
+    Section 4.1; or theta alone over the whole text, Full as trained for Section 5 and fine-tuned for Section 6."""
     start: str | None = None
     """Folder of adapters and scorer to start from; None: fresh ones."""
     start_with: Literal["all", "scorer"] = "all"
@@ -300,11 +300,11 @@ class Recipe:
             raise InputError(
                 "model: full reads the whole text, so mixture.ratio and question_ratio are {low: 1, mode: 1, high: 1}"
             )
-        fits = ("question", "continuation")
+        fits = ("question", "continuation", "autoregressive")
         others = [name for name in typing.get_args(Objective) if name not in fits]
         if any(getattr(self.mixture, name) for name in others) or self.selection.lessons:
             names = ", ".join([*others, "warm_start", "cost_start"])
-            raise InputError(f"model: full selects nothing and can learn {' and '.join(fits)}: {names} and asked_start are 0")
+            raise InputError(f"model: full selects nothing and can learn {', '.join(fits)}: {names} and asked_start are 0")
 
     @property
     def trained_as(self) -> TrainedAs | None:
