@@ -291,6 +291,28 @@ def test_a_text_goes_on_from_its_cache(pair: Maker) -> None:
     assert cache.tokens == 57
 
 
+def test_the_last_token_made_waits_to_be_read_unless_it_ends_the_text(pair: Maker) -> None:
+    compressor = stir(pair("llama", keep_first=True).compressor)
+    lm, ids = language_model(compressor, tokens(1, 40)), tokens(1, 20)[0].tolist()
+    cache = StreamingCache(lm)
+    made = generate_ids(lm, ids, max_new_tokens=5, eos_token_id=NEVER, cache=cache)
+    assert cache.unread == made[-1:]
+    more = generate_ids(lm, [*cache.unread, 7], max_new_tokens=3, eos_token_id=NEVER, cache=cache)
+    assert more == generate_ids(lm, [*ids, *made, 7], max_new_tokens=3, eos_token_id=NEVER)
+    ended = StreamingCache(lm)
+    short = generate_ids(lm, ids, max_new_tokens=5, eos_token_id=made[2], cache=ended)
+    assert (short, ended.unread) == (made[: made.index(made[2])], [])
+
+
+def test_a_scorer_whose_scores_are_no_numbers_is_told_of(pair: Maker) -> None:
+    compressor = pair("llama").compressor
+    lm = language_model(compressor, tokens(1, 40))
+    with torch.no_grad():
+        next(compressor.scorer.parameters()).fill_(math.nan)
+    with pytest.raises(InputError, match="no numbers"):
+        feed(StreamingCache(lm), tokens(1, 5))
+
+
 def test_generate_of_the_base_itself_streams_within_the_context(pair: Maker) -> None:
     made = pair("llama", keep_first=True)
     compressor = stir(made.compressor)
@@ -310,6 +332,8 @@ REFUSED = (
     {"guidance_scale": 2.0},
     {"use_cache": False},
     {"return_dict_in_generate": True},
+    {"prompt_lookup_num_tokens": 3},
+    {"assistant_early_exit": 1},
 )
 
 
@@ -324,6 +348,8 @@ def test_what_a_stream_cannot_do_is_refused(pair: Maker) -> None:
         generate_ids(lm, [], max_new_tokens=4)
     with pytest.raises(InputError, match="max_new_tokens"):
         generate_ids(lm, prompt, max_new_tokens=0)
+    with pytest.raises(InputError, match="as far as the base's vocabulary goes"):
+        generate_ids(lm, [*prompt, base.config.vocab_size], max_new_tokens=4)
     for wrong in (tokens(2, 5), tokens(1, 5)[:, :0], tokens(1, 5)[0]):
         with pytest.raises(InputError):
             feed(StreamingCache(lm), wrong)
@@ -480,3 +506,11 @@ def test_writing_goes_on_with_a_text() -> None:
     expected = generate_ids(lm, ids, max_new_tokens=9)
     assert dodo.write(TEXTS[0], lm, max_new_tokens=9) == dodo.tokenizer.decode(expected, skip_special_tokens=True)
     assert dodo.compressor.base.generation_config == copy.deepcopy(dodo.compressor.base).generation_config
+
+
+def test_texts_without_scores_are_passed_over_and_none_at_all_is_refused() -> None:
+    dodo = _dodo()
+    with pytest.raises(InputError, match="no scores to estimate from"):
+        dodo.estimate_thresholds([[], [1]])
+    long = tokens(1, 200)[0].tolist()
+    assert dodo.estimate_thresholds([[], long, [1]]) == dodo.estimate_thresholds([long])

@@ -148,3 +148,5 @@ def test_a_pace_stays_within_its_table() -> None:
     assert pace.at(-1_000) == TABLE.values[-1]
     with pytest.raises(InputError, match=r"1\.5 to 40"):
         Pace(TABLE, 50)
+    with pytest.raises(InputError, match="ratio 1 keeps all tokens"):
+        Pace(TABLE, 1)

@@ -6,6 +6,7 @@ and the tests hold for it; all others are refused by name, with the reason where
 
 import copy
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "FAMILIES",
     "FeatureLayers",
     "backbone",
+    "check_ids",
     "check_supported",
     "copy_before_head",
     "device_of",
@@ -104,6 +106,13 @@ def device_of(model: PreTrainedModel) -> torch.device:
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight.device
+
+
+def check_ids(model: PreTrainedModel, rows: Iterable[Sequence[int]]) -> None:
+    """Raise InputError if a row, of at least one token id each, has one that the base does not know."""
+    known = model.config.vocab_size
+    if any(min(row) < 0 or max(row) >= known for row in rows):
+        raise InputError(f"token ids must be 0 to {known - 1:,}, as far as the base's vocabulary goes")
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:

@@ -10,6 +10,7 @@ Shapes: B texts, T tokens, V vocabulary, d width.
 import copy
 import itertools
 import math
+import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,7 @@ class Autoregressive:
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise InputError(f"{name} must be a whole number of at least 1, not {getattr(self, name)!r}")
         if not isinstance(self.threshold, Pace) and not (
-            isinstance(self.threshold, int | float) and not math.isnan(self.threshold)
+            isinstance(self.threshold, numbers.Real) and not math.isnan(self.threshold)
         ):
             raise InputError(f"the threshold must be a number, not {self.threshold!r}")
         half = self.compressor.window // 2
@@ -148,6 +149,8 @@ class Autoregressive:
         if not isinstance(self.threshold, Pace):
             return scores > self.threshold
         own = scores.detach().cpu()  # one copy, for each segment hangs on those before it
+        if bool(own.isnan().any()):
+            raise InputError("the scorer gives scores that are no numbers: its weights, or the base's, are damaged")
         kept = torch.zeros_like(own, dtype=torch.bool)
         rows = [slice(None)] * len(own) if real is None else list(real.cpu())
         for row, places in enumerate(rows):
@@ -169,13 +172,13 @@ class Autoregressive:
         """Scores of all tokens of some texts, kept first ones left out: what thresholds are estimated from, and tried on.
 
         Args:
-            texts: token ids, of any length.
+            texts: token ids, of any length; those of none, or of a kept first one alone, have no scores.
 
         Returns:
             fp32 [n].
         """
         device = device_of(self.compressor.base)
-        rows = (torch.tensor([list(text)], device=device) for text in texts)
+        rows = (torch.tensor([list(text)], device=device) for text in texts if len(text) > self.keep_first)
         scores = [self.score(row)[0, self.keep_first :] for row in rows]
         return torch.cat(scores) if scores else torch.empty(0, device=device)
 

@@ -16,6 +16,7 @@ from transformers import StoppingCriteria
 
 from dodo.autoregressive import Autoregressive
 from dodo.errors import InputError
+from dodo.generation import end_ids
 from dodo.model import Dodo
 from dodo.prompts import MESSAGE, check_whole, first_turn, next_turn, turn_ids
 from dodo.streaming import StreamingCache, settings_of
@@ -61,12 +62,13 @@ class Chat:
         Raises:
             InputError: see `Dodo.write`; or the message has half a character in it. It is then not part of the conversation.
         """
-        settings_of(self.cache.lm, max_new_tokens, 0, generation)
+        if self._ends and generation.get("eos_token_id") is None:
+            generation["eos_token_id"] = self._ends
+        settings, _ = settings_of(self.cache.lm, max_new_tokens, 0, generation)
         ids, before = self._turn(message), self.cache.tokens
-        last = _Last()
-        settings = {"eos_token_id": self._ends} if self._ends else {}
-        generation["stopping_criteria"] = [*generation.get("stopping_criteria", ()), last]
-        pieces = self._dodo.stream_text(ids, cache=self.cache, max_new_tokens=max_new_tokens, **{**settings, **generation})
+        last, ends = _Last(), end_ids(settings.eos_token_id)
+        generation["stopping_criteria"] = [*(generation.get("stopping_criteria") or ()), last]
+        pieces = self._dodo.stream_text(ids, cache=self.cache, max_new_tokens=max_new_tokens, **generation)
         refused = False
         try:
             yield from pieces
@@ -76,12 +78,12 @@ class Chat:
         finally:
             pieces.close()
             if not refused:
-                self._said(ids, before, last)
+                self._said(ids, before, last, ends)
 
-    def _said(self, ids: list[int], before: int, last: "_Last") -> None:
+    def _said(self, ids: list[int], before: int, last: "_Last", ends: list[int]) -> None:
         """Note what a reply leaves to be read by the next turn."""
         self._unread = ids[self.cache.tokens - before :]
-        self.complete = last.token in self._ends
+        self.complete = last.token in ends
         if last.token is not None and not self.complete:
             self._unread = [last.token]
 

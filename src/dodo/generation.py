@@ -19,7 +19,7 @@ from dodo.compressor import Compressor
 from dodo.errors import InputError, WindowError
 from dodo.nuggets import Nuggets
 
-__all__ = ["generate_ids", "generated", "generation_settings", "pad_rows", "until_end"]
+__all__ = ["end_ids", "generate_ids", "generated", "generation_settings", "pad_rows", "until_end"]
 
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """What a greedy call takes from the base's generation config."""
@@ -168,7 +168,12 @@ def _check_room(window: int, nuggets: Nuggets, real: Tensor, new: int) -> None:
         )
 
 
+def end_ids(ends: int | list[int] | None) -> list[int]:
+    """The end tokens of a generation config, of which there are several, one, or none."""
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
 def until_end(ids: list[int], ends: int | list[int] | None) -> list[int]:
     """Cut at the first end token, which batched generation fills up behind."""
-    stops = set(ends) if isinstance(ends, list) else {ends}
+    stops = end_ids(ends)
     return ids[: next((i for i, token in enumerate(ids) if token in stops), len(ids))]

@@ -26,14 +26,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from dodo import adapter_files, fingerprint, hub, streaming
 from dodo.adapters import THETA, Lock
-from dodo.architecture import FAMILIES, device_of, key_shape
+from dodo.architecture import FAMILIES, check_ids, device_of, key_shape
 from dodo.attention import windows_by_position
 from dodo.autoregressive import Autoregressive
 from dodo.base import LoadedBase, load_base
 from dodo.compressor import Compressor
 from dodo.config import CONFIG_FILE, DodoConfig, TrainedAs, Use
 from dodo.errors import DodoWarning, FingerprintMismatch, InputError, UnsupportedModelError
-from dodo.generation import generate_ids, pad_rows
+from dodo.generation import end_ids, generate_ids, generation_settings, pad_rows
 from dodo.nuggets import Fingerprint, Nuggets
 from dodo.pieces import Pieces
 from dodo.prompts import MESSAGE, check_whole, ends_of_turn, question_prompt, turn_ids
@@ -223,11 +223,9 @@ class Dodo:
         Raises:
             InputError: there are no rows, a row has no tokens or one that the base does not know; or a bad ratio or count.
         """
-        known = self.compressor.base.config.vocab_size
         if not rows or not all(rows):
             raise InputError("there are no texts, or a text has no tokens: there is nothing to compress")
-        if any(min(row) < 0 or max(row) >= known for row in rows):
-            raise InputError(f"token ids must be 0 to {known - 1:,}, as far as the base's vocabulary goes")
+        check_ids(self.compressor.base, rows)
         input_ids, attention_mask = pad_rows(rows, self._pad_id, left=False, device=self.device)
         with torch.no_grad():
             return self._roomy(input_ids.shape[1], len(rows)).encode(
@@ -410,28 +408,38 @@ class Dodo:
             if (generation.get(name) or 1) > 1:
                 raise InputError(f"text streams one sequence at a time: leave {name} out, or call generate")
         rows = None if prompt is None else [self._prompt_ids(prompt) if isinstance(prompt, str) else list(prompt)]
+        known, _ = generation_settings(self.compressor, max_new_tokens, self._pad_id, generation)
 
         def generate(hung_up: threading.Event, **settings: Any) -> None:
             self.generate_ids(nuggets, rows, max_new_tokens=max_new_tokens, **settings)
 
-        yield from self._pieces(generate, generation, skip_prompt=prompt is not None)
+        yield from self._pieces(generate, generation, skip_prompt=prompt is not None, ends=end_ids(known.eos_token_id))
 
     def _pieces(
-        self, generate: Callable[..., None], generation: dict[str, Any], *, skip_prompt: bool, behind: int | None = None
+        self,
+        generate: Callable[..., None],
+        generation: dict[str, Any],
+        *,
+        skip_prompt: bool,
+        behind: int | None = None,
+        ends: Sequence[int] = (),
     ) -> Generator[str, None, None]:
         """Text as a generation in a thread of its own makes it.
 
         Args:
             generate: takes an event that is set when nobody reads any more, and settings for transformers' `generate`.
             generation: more of those.
-            skip_prompt, behind: see `Pieces`.
+            skip_prompt, behind, ends: see `Pieces`.
 
         Raises:
-            InputError: the calling thread has the base changed for itself, for which the generation would wait forever.
+            InputError: the calling thread has the base changed for itself, for which the generation would wait forever; or a
+                streamer, whose place the pieces take.
         """
+        if generation.get("streamer") is not None:
+            raise InputError("streamer can't be given: what comes back are the pieces; call generate or write with it")
         if self.compressor.adapters.lock.mine:
             raise InputError("text can't be streamed within `adapters.use` or `streaming`: leave that context first")
-        streamer = Pieces(self.tokenizer, skip_prompt=skip_prompt, behind=behind)
+        streamer = Pieces(self.tokenizer, skip_prompt=skip_prompt, behind=behind, ends=ends)
         failure: list[BaseException] = []
         hung_up = _HungUp()
         criteria = [*(generation.get("stopping_criteria") or ()), hung_up]
@@ -604,6 +612,7 @@ class Dodo:
         lm: Autoregressive | None = None,
         *,
         cache: StreamingCache | None = None,
+        behind: int | None = None,
         max_new_tokens: int = 128,
         progress: Callable[[int, int], None] | None = None,
         **generation: Any,
@@ -615,7 +624,10 @@ class Dodo:
         Args:
             text: or its token ids, not empty.
             lm: see `write`.
-            cache: of a text that this one follows; it takes in this text and the new one, but for the last token made.
+            cache: of a text that this one follows; it takes in this text and the new one, but for the last token made. A text
+                that is no token ids follows that last token too.
+            behind: where the text is token ids, the one that the new text goes on behind, for some tokenizers leave out a text's
+                first space; None: the new text is one of its own, as a reply is.
             max_new_tokens: at most so many tokens.
             progress: told how many tokens of the text have been read, and how many there are.
             generation: see `write`.
@@ -627,8 +639,13 @@ class Dodo:
             cache = StreamingCache(lm or self.autoregressive())
         elif lm is not None:
             cache.check(lm)
-        streaming.settings_of(cache.lm, max_new_tokens, self._pad_id, generation)  # what is refused is so before anything is read
-        *segments, last = streaming.segments(cache, self.document_ids(text) if isinstance(text, str) else text)
+        # what is refused is so before anything is read
+        settings, _ = streaming.settings_of(cache.lm, max_new_tokens, self._pad_id, generation)
+        ids = self._following(text, cache) if isinstance(text, str) else list(text)
+        if not ids:
+            raise InputError("the prompt is empty")
+        check_ids(self.compressor.base, [ids])
+        *segments, last = streaming.segments(cache, ids)
         total = sum(map(len, segments)) + len(last)
 
         def generate(hung_up: threading.Event, **settings: Any) -> None:
@@ -649,8 +666,13 @@ class Dodo:
                 **self._with_tokenizer(settings),
             )
 
-        behind = last[-1] if isinstance(text, str) else None
-        yield from self._pieces(generate, generation, skip_prompt=True, behind=behind)
+        behind = ids[-1] if isinstance(text, str) else behind
+        yield from self._pieces(generate, generation, skip_prompt=True, behind=behind, ends=end_ids(settings.eos_token_id))
+
+    def _following(self, text: str, cache: StreamingCache) -> list[int]:
+        """Token ids of a text that goes on with what a stream has read and made."""
+        ids = self.document_ids(text)
+        return cache.unread + self._ids(text, literal=True) if cache.tokens else ids
 
     # -- what nuggets belong to
 

@@ -3,7 +3,7 @@
 transformers' own streamer decodes everything since the last line break again for each token; this one the last few tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 
 from torch import Tensor
@@ -76,11 +76,15 @@ class Pieces(BaseStreamer):
     Args:
         tokenizer, behind: see `IncrementalText`.
         skip_prompt: the first tokens that come are not new.
+        ends: tokens that are no text: they end it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_prompt: bool, behind: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, skip_prompt: bool, behind: int | None = None, ends: Sequence[int] = ()
+    ) -> None:
         self._text = IncrementalText(tokenizer, behind=behind)
         self._skip = skip_prompt
+        self._ends = frozenset(ends)
         self._queue: SimpleQueue[str | None] = SimpleQueue()
 
     def put(self, value: Tensor) -> None:
@@ -89,7 +93,7 @@ class Pieces(BaseStreamer):
             self._skip = False
             return
         for token in value.flatten().tolist():
-            self._queue.put(self._text.push(token))
+            self._queue.put("" if token in self._ends else self._text.push(token))
 
     def end(self) -> None:
         """Give what was held back, and end."""

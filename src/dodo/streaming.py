@@ -20,7 +20,7 @@ from transformers import Cache, GenerationConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dodo.adapters import PHI, THETA
-from dodo.architecture import device_of, layer_windows
+from dodo.architecture import check_ids, device_of, layer_windows
 from dodo.attention import attention_masks, cache_argument, retain, roomy_cache, turn
 from dodo.autoregressive import Autoregressive, FeatureStream, held_bytes
 from dodo.errors import InputError
@@ -34,6 +34,9 @@ _ONLY: dict[str, Any] = {
     "guidance_scale": 1,
 }
 """Settings of `generate` that a stream can take one value of, beside those of `generation_settings`."""
+
+_TRYING_OUT = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
+"""Settings with which `generate` tries tokens out and takes some of them back."""
 
 
 class StreamingCache(Cache):
@@ -54,6 +57,7 @@ class StreamingCache(Cache):
         chosen: tokens of the text so far that were kept for their score, held or dropped.
         owed: nuggets owed before the current segment, if the threshold follows the text.
         threshold: Lambda of the current segment.
+        unread: the last token made, which is not in yet; nothing where the text came to its end.
         broken: whether a piece of the text failed half way, so that it holds no one knows what; it is then read no further.
     """
 
@@ -71,6 +75,7 @@ class StreamingCache(Cache):
         self.owed = 0.0
         self.threshold = lm.threshold_at(self.owed)
         self._chosen_before = 0  # the current segment
+        self.unread: list[int] = []
         self.broken = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StreamingCache":
@@ -184,7 +189,7 @@ def _feed(cache: StreamingCache, input_ids: Tensor, logits_to_keep: int, forward
             raise InputError(
                 "an earlier piece of this stream's text failed half way, so it can't go on: begin a new StreamingCache"
             )
-        cache.broken = True
+        cache.broken, cache.unread = True, []
         while input_ids.shape[1]:
             if cache.tokens and cache.tokens % cache.lm.segment == 0:
                 cache.begin_segment()
@@ -200,9 +205,12 @@ def _feed(cache: StreamingCache, input_ids: Tensor, logits_to_keep: int, forward
 def _read(cache: StreamingCache, input_ids: Tensor, logits_to_keep: int, forward: Callable[..., Any]) -> Tensor:
     """The next tokens of one segment."""
     lm, base = cache.lm, cache.lm.compressor.base
-    kept = (lm.compressor.scorer(cache.features(input_ids)) > cache.threshold)[0]
+    scores = lm.compressor.scorer(cache.features(input_ids))[0]
+    kept = scores > cache.threshold
     first = int(cache.tokens == 0 and lm.keep_first)
-    flags = kept.tolist()  # the one thing that waits for the device
+    *flags, lost = torch.cat([kept, scores.isnan().any()[None]]).tolist()  # the one thing that waits for the device
+    if lost:
+        raise InputError("the scorer gives scores that are no numbers: its weights, or the base's, are damaged")
     cache.chosen += sum(flags[first:])
     kept[:first], flags[:first] = True, [True] * first
     positions = torch.arange(cache.next_position, cache.next_position + len(kept), device=kept.device)
@@ -303,6 +311,7 @@ def generate_ids(
     base: Any = lm.compressor.base
     if not prompt:
         raise InputError("the prompt is empty")
+    check_ids(base, [prompt])
     settings, rest = settings_of(lm, max_new_tokens, pad_token_id, generation)
     cache = StreamingCache(lm) if cache is None else cache
     input_ids = torch.tensor([prompt], device=device_of(base))
@@ -310,8 +319,10 @@ def generate_ids(
     mask = torch.ones(1, len(prompt) + longer, dtype=torch.long, device=input_ids.device)
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask, cache_argument(base): cache}
     with torch.no_grad(), streaming(lm):
-        made = generated(base, inputs, settings, rest)
-    return until_end(made[0, len(prompt) :].tolist(), settings.eos_token_id)
+        made = generated(base, inputs, settings, rest)[0, len(prompt) :].tolist()
+    new = until_end(made, settings.eos_token_id)
+    cache.unread = new[-1:] if len(new) == len(made) else []
+    return new
 
 
 def settings_of(
@@ -327,4 +338,7 @@ def settings_of(
     for name, only in _ONLY.items():
         if generation.get(name) not in (None, only):
             raise InputError(f"{name} must be {only}, not {generation[name]!r}: a stream holds one text, and gives its tokens")
+    for name in _TRYING_OUT:
+        if generation.get(name) is not None:
+            raise InputError(f"{name} can't be given: it tries tokens out, and a stream can't take back what it has read")
     return generation_settings(lm.compressor, max_new_tokens, pad_token_id, generation | _ONLY)

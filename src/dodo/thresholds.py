@@ -74,7 +74,7 @@ class Thresholds:
         ordered = scores.detach().flatten().double().sort(descending=True).values.tolist()
         n = len(ordered)
         if n == 0 or not all(map(math.isfinite, ordered)):
-            raise InputError("thresholds need scores, and all of them finite")
+            raise InputError("thresholds need scores, and all of them finite" if n else "there are no scores to estimate from")
         if n < 2 * max(ratios):
             raise InputError(f"{n:,} scores are too few to estimate a threshold for ratio {max(ratios):g}")
         values = []
@@ -153,14 +153,15 @@ class Pace:
     ratio: r.
 
     Raises:
-        InputError: a ratio that is not in the table's range.
+        InputError: a ratio that is not in the table's range; or 1, which is a threshold of minus infinity and follows nothing.
     """
 
     thresholds: Thresholds
     ratio: float
 
     def __post_init__(self) -> None:
-        self.thresholds.at(self.ratio)
+        if self.thresholds.at(self.ratio) == -math.inf:
+            raise InputError("ratio 1 keeps all tokens: its threshold is minus infinity, and does not follow the text")
 
     def at(self, owed: float) -> float:
         """Lambda for the next segment: that of the ratio r' which would make up in `REACH` tokens for what is owed.

@@ -197,3 +197,12 @@ def test_a_corpus_that_will_not_do_is_one_clear_error_and_leaves_no_thresholds(r
     assert missing.exit_code == 1
     assert "no data file matches" in missing.stderr
     assert run("calibrate", "--model", adapters).exit_code == 2
+
+
+def test_long_texts_give_more_where_short_ones_are_few(run, adapters, tmp_path):
+    """As many tokens as asked for, if there are as many."""
+    corpus = write(tmp_path / "corpus.jsonl", ["Dodos ran.", TEXT * 20])
+    check = write(tmp_path / "check.jsonl", texts(0, 2))
+    result = run("calibrate", corpus, "--check", check, "--tokens", "3000", "--model", adapters)
+    assert "2,998 tokens of 2 texts sampled" in result.stderr  # their first ones have no scores
+    assert "fewer than" not in result.stderr

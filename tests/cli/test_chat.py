@@ -154,7 +154,7 @@ def test_a_first_message_that_was_stopped_before_it_was_read_is_not_lost(dodo, f
     assert text.startswith(first_turn(dodo.tokenizer, "I am Ada.") + next_turn(dodo.tokenizer, "Who am I?"))
 
 
-@pytest.mark.parametrize("settings", [{"max_new_tokens": 0}, {"num_beams": 2}, {"guidance_scale": 2.0}, {}], ids=str)
+@pytest.mark.parametrize("settings", [{"max_new_tokens": 0}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}, {}], ids=str)
 @pytest.mark.parametrize("earlier", [0, 1])
 def test_a_refused_message_was_not_said(settings, earlier, dodo, fed):
     chat = Chat(dodo, dodo.autoregressive(**MEMORY))
@@ -164,6 +164,18 @@ def test_a_refused_message_was_not_said(settings, earlier, dodo, fed):
     with pytest.raises(InputError, match=next(iter(settings), "half a character")):
         list(chat.reply("several segments of it" if settings else "a\ud83d", **settings))
     assert (chat.cache.tokens, chat._unread) == (before, unread)
+
+
+def test_a_reply_ends_with_the_end_that_the_caller_gives(dodo, fed):
+    """It is then complete, and its end is not read with the next turn."""
+    plain = Chat(dodo, dodo.autoregressive(**MEMORY))
+    list(plain.reply("One", max_new_tokens=5, eos_token_id=9_999, stopping_criteria=None))
+    assert not plain.complete
+    end = fed[-1]  # the last but one that was made
+    chat = Chat(dodo, dodo.autoregressive(**MEMORY))
+    list(chat.reply("One", max_new_tokens=50, eos_token_id=end))
+    assert chat.complete
+    assert chat._unread == []
 
 
 def test_a_message_in_the_wrong_place_was_not_said(dodo, fed):

@@ -9,9 +9,11 @@ import threading
 
 import pytest
 import torch
+from transformers import TextStreamer
 
 from dodo import adapter_files
 from dodo.cli.options import DEFAULT_LANGUAGE_MODEL
+from dodo.errors import InputError
 from dodo.model import Dodo
 from dodo.streaming import StreamingCache, generate_ids
 from tests.cli.conftest import COMMAND
@@ -101,6 +103,55 @@ def test_pieces_come_before_the_end_and_closing_ends_the_generation(dodo):
     assert len(dodo.document_ids(TEXT)) <= reached < 300
     generate_ids(cache.lm, dodo.document_ids("x")[1:], cache=cache, max_new_tokens=2, eos_token_id=None)
     assert cache.tokens == reached + 2  # it is whole, and goes on
+
+
+def test_a_text_that_follows_in_the_same_stream_is_no_new_text(dodo):
+    """No token of a beginning stands between them, and the last token made is read too."""
+    lm = dodo.autoregressive(threshold=0.0, **MEMORY)
+    cache = StreamingCache(lm)
+    settings = {"max_new_tokens": 6, "eos_token_id": None}
+    first = "".join(dodo.stream_text("Hello", cache=cache, **settings))
+    second = "".join(dodo.stream_text(" more", cache=cache, **settings))
+    ids = dodo.document_ids("Hello")
+    made = generate_ids(lm, ids, **settings)
+    more = [*ids, *made, *dodo.document_ids(" more")[len(dodo.with_bos([])) :]]
+    assert first == dodo.tokenizer.decode(made, skip_special_tokens=True)
+    assert second == dodo.tokenizer.decode(generate_ids(lm, more, **settings), skip_special_tokens=True)
+    assert cache.tokens == len(more) + 5
+
+
+def test_end_tokens_are_no_text_and_the_streamer_is_the_streams_own(dodo):
+    lm = dodo.autoregressive(threshold=0.0, **MEMORY)
+    made = generate_ids(lm, dodo.document_ids(TEXT), max_new_tokens=8, eos_token_id=None)
+    end = {"eos_token_id": made[4], "max_new_tokens": 8}
+    text = dodo.write(TEXT, lm, **end)
+    assert "".join(dodo.stream_text(TEXT, lm, **end)) == text
+    nuggets = dodo.compress(TEXT, ratio=2)
+    new = dodo.generate_ids(nuggets, [dodo.document_ids("Who?")], max_new_tokens=8, eos_token_id=None)[0]
+    end = {"eos_token_id": new[4], "max_new_tokens": 8}
+    assert "".join(dodo.stream(nuggets, dodo.document_ids("Who?"), **end)) == dodo.tokenizer.decode(new[: new.index(new[4])])
+    with pytest.raises(InputError, match="streamer"):
+        next(dodo.stream_text(TEXT, lm, streamer=TextStreamer(dodo.tokenizer)))
+    with pytest.raises(InputError, match="as far as the base's vocabulary goes"):
+        next(dodo.stream_text([1, 100_000], lm))
+
+
+def test_new_text_keeps_its_first_space_with_tokenizers_that_drop_a_texts_own(run, models, dodo, monkeypatch):
+    """Those of Llama 2, Mistral and Phi-3: a text's first space is no part of what they decode."""
+    whole = type(dodo.tokenizer).decode
+    ids = dodo.document_ids(TEXT)
+    settings = {"max_new_tokens": 6, "eos_token_id": None}
+
+    def stripped(self, tokens, **more):
+        text = whole(self, tokens, **more)
+        return text[1:] if len(text) > 1 else text
+
+    monkeypatch.setattr(type(dodo.tokenizer), "decode", stripped)
+    lm = dodo.autoregressive(threshold=0.0, **MEMORY)
+    wanted = dodo.write(TEXT, lm, **settings)
+    assert "".join(dodo.stream_text(ids, lm, behind=ids[-1], **settings)) == wanted
+    given = ("--prompt", TEXT, "--threshold", "0", *SMALL, "--max-new-tokens", "6", "--model", models.trained)
+    assert run("generate", *given).stdout == dodo.write(TEXT, lm, max_new_tokens=6) + "\n"
 
 
 def test_an_interrupt_ends_reading_at_a_segments_end_and_the_rest_can_be_read(dodo):

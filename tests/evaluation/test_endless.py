@@ -69,7 +69,7 @@ def test_streams_hold_no_more_than_they_say_and_predict_every_token(dodo: Dodo, 
     out = tmp_path / "record.json"
     record = evaluate(dodo, "endless", method=method, ratio=2, sources=[str(texts)], states=[STATES], out=out)
     measured = record["measured"]
-    assert measured["all"]["states held at most"] <= STATES
+    assert measured["all"]["states held at most"] == STATES
     lengths = [len(dodo.document_ids(text)) for text in (TEXT * 2, TEXT)]
     assert sum(values["n"] for name, values in measured.items() if name != "all") == sum(lengths) - 2
     assert all(values["perplexity"] > 1 for name, values in measured.items() if name != "all")
@@ -94,3 +94,6 @@ def test_what_can_not_be_is_refused(dodo: Dodo, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(InputError, match="no text has more than 32 tokens"):
         Endless(dodo).items([str(tmp_path / "short.txt")], None, 0)
+    (tmp_path / "long.txt").write_text(TEXT)
+    with pytest.raises(InputError, match="--limit must be above 32 tokens"):
+        Endless(dodo).items([str(tmp_path / "long.txt")], 32, 0)

@@ -15,8 +15,10 @@ from dodo.architecture import backbone
 from dodo.autoregressive import Autoregressive
 from dodo.compressive import Compressive
 from dodo.errors import InputError
-from dodo.evaluation.language_models import LANGUAGE_MODELS, Scored, make_language_model
+from dodo.evaluation.language_models import LANGUAGE_MODELS, Scored, Selected, make_language_model
+from dodo.evaluation.paired import differences
 from dodo.evaluation.perplexity import Perplexity, articles
+from dodo.evaluation.run import evaluate
 from dodo.evaluation.scoring import perplexity
 from dodo.model import Dodo
 from dodo.thresholds import Pace, Thresholds
@@ -240,6 +242,7 @@ def test_perplexity_and_its_error_by_hand() -> None:
     assert error == pytest.approx((math.exp(3) - math.exp(1)) / 2)  # half the difference of the two that leave one out
     assert perplexity([2.0, 0.0], [2, 0]) == (pytest.approx(math.e), None)
     assert perplexity([], []) == (None, None)
+    assert perplexity([800.0, 1.0], [1, 1]) == (None, None)  # "words" of a language without spaces
 
 
 # -- what can't be
@@ -314,3 +317,62 @@ def test_segments_by_themselves_are_those_with_a_whole_history_in_the_texts_orde
         assert numbers["8 states"]["subwords"] < SEGMENT * len(wanted)  # something was not counted
         found[share] = each
     assert found[0.5] == found[0.75]
+
+
+def test_segments_are_compared_only_where_the_same_have_a_whole_history(dodo: Dodo, texts: Path, tmp_path: Path) -> None:
+    """With less than half of the states whole, fewer segments have one."""
+    made = {}
+    for name, method, share in (("full", "full", 0.5), ("half", "dodo", 0.5), ("quarter", "dodo", 0.25)):
+        made[name] = evaluate(
+            dodo,
+            "perplexity",
+            method=method,
+            ratio=RATIO,
+            sources=[str(texts)],
+            states=[STATES],
+            segment=SEGMENT,
+            share=share,
+            out=tmp_path / f"{name}.json",
+        )
+    assert len(made["quarter"]["each"]["8 states"]) < len(made["half"]["each"]["8 states"])
+    found = list(differences(list(made.values())))
+    assert [difference.dodo["name"] for difference in found] == ["half"]
+
+
+def test_ratio_1_keeps_all_whichever_way_the_threshold_is_chosen(dodo: Dodo, texts: Path) -> None:
+    for name in ("dodo", "threshold"):
+        _, _, _, found = measured(dodo, make_language_model(name, dodo, 1), texts, ratio=1)
+        assert found["8 states"]["states each"] == STATES + int(dodo.config.keep_first)
+
+
+def test_a_stopped_measurement_does_not_go_on_with_other_thresholds(
+    dodo: Dodo, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"ratio": RATIO, "sources": [str(texts)], "states": [STATES], "segment": SEGMENT, "batch": 5}
+    score, calls = Selected.score, []
+
+    def stopped(self: Selected, *args: Any) -> Scored:
+        calls.append(len(args[0]))
+        if sum(calls) > 30:
+            raise KeyboardInterrupt
+        return score(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Selected, "score", stopped)
+        evaluate(dodo, "perplexity", method="dodo", out=tmp_path / "record.json", **settings)
+    assert (tmp_path / "record.part.jsonl").is_file()
+    before = dodo.thresholds
+    assert before is not None
+    monkeypatch.setattr(dodo, "thresholds", dataclasses.replace(before, values=tuple(v + 1 for v in before.values)))
+    with pytest.raises(InputError, match="other settings"):
+        evaluate(dodo, "perplexity", method="dodo", out=tmp_path / "record.json", **settings)
+
+
+def test_empty_texts_are_passed_over_and_wikitext_has_words_out_of_its_vocabulary(dodo: Dodo, tmp_path: Path) -> None:
+    rows = "\n".join(json.dumps({"text": text}) for text in ("", "One <unk> ran .", " "))
+    counts = {}
+    for name in ("wikitext-103.jsonl", "other.jsonl"):
+        (tmp_path / name).write_text(rows, encoding="utf-8")
+        _, _, _, found = measured(dodo, Made(), tmp_path / name)
+        counts[name] = found["8 states"]["words, all"]
+    assert counts == {"wikitext-103.jsonl": 3, "other.jsonl": 4}

@@ -455,6 +455,27 @@ def test_adapters_say_what_they_learned_to_be(recipe_file: Path, settings: list[
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["mixture.window={low: 8, mode: 8, high: 200}", "mixture.segment=100"], "window and segment are up to 300 tokens; half"),
+        (["mixture.segment=48", "mixture.whole={low: 24, mode: 24, high: 490}"], "mixture.whole is up to 490 .* are 480"),
+        (["mixture.segment=48", "running.validation_lengths=[482]"], "validation_lengths is up to 482 .* are 480"),
+    ],
+)
+def test_what_the_lm_can_not_read_is_refused_before_the_first_step(
+    recipe_file: Path,  # noqa: F811
+    tmp_path: Path,
+    settings: list[str],
+    message: str,
+) -> None:
+    """A window is drawn for each batch, so that the first too long one might come late."""
+    asked = ["mixture.autoencoding=0", "mixture.autoregressive=1", "mixture.whole={low: 24, mode: 24, high: 24}", *settings]
+    with pytest.raises(InputError, match=message):
+        train(load_recipe(recipe_file, asked), tmp_path / "run", progress=False)
+    assert not (tmp_path / "run" / "train.csv").exists()
+
+
+@pytest.mark.parametrize(
     ("objectives", "question_ratio", "trained"),
     [
         ({"autoencoding": 1.0}, Draw(1.0, 5.0, 2.0), (10.0, 20.0)),

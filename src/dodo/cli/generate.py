@@ -79,7 +79,7 @@ def command(
     began = time.perf_counter()
     with counter("token", brief=True) as progress:
         stream = dodo.stream_text(
-            ids, cache=cache, max_new_tokens=max_new_tokens or 128, progress=progress, **sampling.settings()
+            ids, cache=cache, behind=ids[-1], max_new_tokens=max_new_tokens or 128, progress=progress, **sampling.settings()
         )
         first = next(stream, "")
     read = time.perf_counter() - began

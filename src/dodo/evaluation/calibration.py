@@ -129,13 +129,34 @@ def _shuffled(texts: list[str], rng: np.random.Generator) -> list[str]:
 
 def _sample(dodo: Dodo, texts: Sequence[str], tokens: int, rng: np.random.Generator) -> list[list[int]]:
     """Token ids, `tokens` of them if there are as many: of each text, or of a random stretch of a long one."""
-    rows: list[list[int]] = []
-    longest = max(STRETCH, math.ceil(tokens / len(texts)))
+    read: list[list[int]] = []
+    longest, had = STRETCH, 0
     for text in texts:
-        ids = dodo.document_ids(text)
+        read.append(dodo.document_ids(text))
+        had += min(len(read[-1]), STRETCH)
+        if had >= tokens:
+            break
+    else:
+        longest = _stretch([len(ids) for ids in read], tokens)
+    rows: list[list[int]] = []
+    for ids in read:
         start = int(rng.integers(max(0, len(ids) - longest) + 1))
         rows.append(ids[start : start + min(longest, tokens)])
         tokens -= len(rows[-1])
         if tokens == 0:
             break
     return rows
+
+
+def _stretch(lengths: list[int], tokens: int) -> int:
+    """The shortest stretch such that those of texts of these lengths make so many tokens; that of the longest text if none do.
+
+    >>> _stretch([20, 10_000, 50], 3000), _stretch([20, 50], 3000)
+    (2930, 50)
+    """
+    lengths = sorted(lengths)
+    for i, length in enumerate(lengths):
+        needed = math.ceil((tokens - sum(lengths[:i])) / (len(lengths) - i))
+        if needed <= length:
+            return needed
+    return lengths[-1]

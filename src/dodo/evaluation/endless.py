@@ -51,7 +51,8 @@ class Endless:
         self._ids = [self._dodo.document_ids(text)[:limit] for text in texts if text]
         found = [Item(str(i), "", "all") for i, ids in enumerate(self._ids) if len(ids) > STRETCH]
         if not found:
-            raise InputError(f"no text has more than {STRETCH:,} tokens, one stretch")
+            of = f"no text has more than {STRETCH:,} tokens, one stretch"
+            raise InputError(of if limit is None or limit > STRETCH else f"--limit must be above {STRETCH:,} tokens, one stretch")
         return found
 
     @torch.no_grad()
@@ -101,9 +102,8 @@ def _stretches(items: Sequence[Item], made: dict[str, dict[str, Any]]) -> dict[s
     return {f"tokens from {i * STRETCH:,}": pieces for i, pieces in sorted(found.items())}
 
 
-def _streamed(dodo: Dodo, *, window: int, states: int, ratio: float | None) -> Reader:
-    choice: dict[str, float] = {"threshold": math.inf} if ratio is None else {"ratio": ratio}
-    lm = dodo.autoregressive(window=window, segment=SEGMENT, max_states=states, **choice)
+def _streamed(dodo: Dodo, *, window: int, **choice: Any) -> Reader:
+    lm = dodo.autoregressive(window=window, segment=SEGMENT, **choice)
 
     def read(ids: Tensor) -> Iterator[tuple[Tensor, int, int]]:
         cache = StreamingCache(lm)
@@ -129,9 +129,11 @@ def _whole(dodo: Dodo) -> Reader:
 
 READERS: dict[str, Callable[[Dodo, float, int, float], Reader]] = {
     "dodo": lambda dodo, ratio, states, share: _streamed(
-        dodo, window=whole_of(states, share) - SEGMENT, states=states, ratio=ratio
+        dodo, window=whole_of(states, share) - SEGMENT, max_states=states, ratio=ratio
     ),
-    "window": lambda dodo, ratio, states, share: _streamed(dodo, window=states - SEGMENT - 2, states=states, ratio=None),
+    "window": lambda dodo, ratio, states, share: _streamed(
+        dodo, window=states - SEGMENT - int(dodo.config.keep_first), threshold=math.inf
+    ),
     "full": lambda dodo, ratio, states, share: _whole(dodo),
 }
 """By name: from a model, a ratio, the states held at most, and the share of them that is whole tokens."""

@@ -115,7 +115,7 @@ class Selected:
                     f"these adapters have no thresholds, by which method {choice} selects: estimate them with dodo calibrate, "
                     "or take --method top-k"
                 )
-            self.threshold = Pace(known, ratio) if choice == "dodo" else known.at(ratio)
+            self.threshold = Pace(known, ratio) if choice == "dodo" and ratio > 1 else known.at(ratio)
 
     def history(self, states: int) -> int:
         return history_of(states, self.share, self.ratio)

@@ -46,7 +46,7 @@ def _same(dodo: Record, other: Record) -> bool:
     one, two = dodo["settings"], other["settings"]
     names = ["data", "seed", "base fingerprint", *(["ratio"] if two["ratio"] is not None else [])]
     if "segment" in two:  # those of texts drawn from all over: others at another limit
-        names += ["segment", "limit", "keep_first", "whole history at ratio"]
+        names += ["segment", "limit", "keep_first", "whole histories from"]
     names += ["share of whole tokens"] if two.get("share of whole tokens") is not None else []
     names += ["first items"] if {"first items"} <= one.keys() & two.keys() else []  # older records do not tell
     return all(one.get(name) == two.get(name) for name in names)

@@ -7,8 +7,8 @@ earlier tokens are seen in addition, by every method alike, and with `keep_first
 predicted from as many states by every method.
 
 Each token of a text is scored once (the first only if a BOS token stands before it). At a text's beginning there is less to
-hold: segments with less than (r + 1) S / 2 tokens before them (r (S - tau) + tau, where that is more) count in the numbers marked
-"all" and not in the others, whatever the method.
+hold: segments with less than (r + 1) S / 2 tokens before them count in the numbers marked "all" and not in the others, whatever
+the method; where tau is less than half of S, those with less than r (S - tau) + tau.
 
 Words are what white space separates; their subwords' nats are added up, those of the white space before a word among them. Of a
 word at the edge of what is scored, the tokens within count as that share of a word: leaving it out would leave out long words.
@@ -90,6 +90,11 @@ class Perplexity:
         self.dodo, self.states, self.segment, self.ratio, self.share = dodo, tuple(dict.fromkeys(states)), segment, ratio, share
         self._first = int(dodo.config.keep_first)
         self._texts: list[_Text] = []
+
+    @property
+    def whole_from(self) -> list[int]:
+        """Where in a text segments with a whole history begin, in tokens, for each S."""
+        return [self._whole(S) for S in self.states]
 
     def items(self, sources: Sequence[str], limit: int | None, seed: int) -> list[Segment]:
         """The segments of all texts, or some drawn from all over them, of about `limit` tokens; by states, then length."""
@@ -211,10 +216,11 @@ def words_of(text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, l
 
 
 def _texts_of(source: str) -> list[tuple[str, bool]]:
-    """Texts, and whether `<unk>` stands for a word out of the vocabulary in them."""
-    texts = list(read_texts([source]))
-    if not source.endswith(".tokens"):
-        return [(text, False) for text in texts]
+    """Texts that are not empty, and whether `<unk>` stands for a word out of the vocabulary in them, as in all of WikiText."""
+    texts = [text for text in read_texts([source]) if text]
+    name = source.casefold()
+    if not name.endswith(".tokens"):
+        return [(text, "wikitext" in name) for text in texts]
     return [(article, True) for text in texts for article in articles(text)]
 
 

@@ -132,11 +132,14 @@ def evaluate(
             "share of whole tokens": None if method in ("full", "theta") else share,
             "keep_first": dodo.config.keep_first,
             "whole history at ratio": ratio,
+            "whole histories from": measuring.whole_from,
             "threshold": "follows the text" if isinstance(threshold, Pace) else threshold,
         }
     if task == Endless.name:
         settings |= {"states": None if method == "full" else states[-1], "keep_first": dodo.config.keep_first}
         settings |= {"share of whole tokens": share if method == "dodo" else None}
+    if task in (Perplexity.name, Endless.name) and method in ("dodo", "threshold") and dodo.thresholds is not None:
+        settings["thresholds"] = hashlib.sha256(dodo.thresholds.to_json().encode()).hexdigest()[:16]
     if not replace:
         _refuse_another(out, settings)
     part = out.with_suffix(".part.jsonl")

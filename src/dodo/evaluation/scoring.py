@@ -79,6 +79,8 @@ def _rouge_scorer() -> Any:
 def perplexity(nats: Sequence[float], counts: Sequence[float]) -> tuple[float | None, float | None]:
     """exp of the mean nats over all texts, and its standard error by a jackknife over texts (None of nothing, and for one text).
 
+    None too where it is beyond all numbers, as of "words" that are whole sentences in a language that writes no spaces.
+
     Args:
         nats: of each text, summed over what is counted.
         counts: subwords or words of each text, or parts of them; texts of none are left out.
@@ -93,7 +95,10 @@ def perplexity(nats: Sequence[float], counts: Sequence[float]) -> tuple[float | 
     def score(pairs: Sequence[tuple[float, float]]) -> float:
         return math.exp(sum(n for n, _ in pairs) / sum(count for _, count in pairs))
 
-    return score(pairs), _jackknife(score, pairs, len(pairs))
+    try:
+        return score(pairs), _jackknife(score, pairs, len(pairs))
+    except OverflowError:
+        return None, None
 
 
 def _jackknife(score: Callable[[Sequence[Any]], float], pairs: Sequence[Any], groups: int) -> float | None:

@@ -282,6 +282,19 @@ def _check_window(recipe: Recipe, window: int) -> None:
     for name, tokens in needed.items():
         if tokens > window:
             raise InputError(f"{name} needs up to {tokens:,.0f} positions, but {recipe.base} has a window of {window:,}")
+    if mixture.autoregressive and recipe.model == "dodo":
+        half, whole = window // 2, window // mixture.segment * mixture.segment
+        recent = round(mixture.window.high) + mixture.segment
+        if recent > half:
+            raise InputError(
+                f"mixture.window and segment are up to {recent:,} tokens; half the window of {recipe.base} is {half:,}"
+            )
+        validated = max(recipe.running.validation_lengths) if recipe.data.validation else 0
+        for name, tokens in {"mixture.whole": mixture.whole.high, "running.validation_lengths": validated}.items():
+            if tokens > whole:
+                raise InputError(
+                    f"{name} is up to {tokens:,.0f} tokens; whole segments in the window of {recipe.base} are {whole:,}"
+                )
 
 
 def _validated(recipe: Recipe) -> int:
