@@ -197,7 +197,7 @@ def test_what_can_not_be_is_refused(dodo):
         ("autoencoding", "stride", "compressor"),
         ("squad", "theta", "full"),
         ("squad", "truncate", None),
-        ("perplexity", "theta", "autoregressive"),
+        ("perplexity", "theta", "full"),
         ("perplexity", "compressive", "compressive"),
         ("perplexity", "top-k", "autoregressive"),
         ("perplexity", "full", None),
