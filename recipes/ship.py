@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", type=Path)
     parser.add_argument("--after", type=Path, help="what ships, where the first run started from it")
     parser.add_argument("--adapters", type=Path, help="the set that ships, if not the last run's")
-    parser.add_argument("--alias", default="smollm2-135m")
+    parser.add_argument("--alias", help="name that it ships under; as a rule that of --after, or else smollm2-135m")
     parser.add_argument("--results", default="", help="pattern of records made with these adapters")
     parser.add_argument("--hardware", required=True, help="what the runs were on")
     given = parser.parse_args()
@@ -98,6 +98,7 @@ def main() -> None:
             raise SystemExit(f"{record['name']} was measured with adapters {made_with}, not {dodo.fingerprint.adapter}")
     earlier = _shipped(given.after) if given.after else []
     parts = [*(part for part in earlier if part.name not in {run.name for run in given.runs}), *map(_run, given.runs)]
+    given.alias = given.alias or (given.after.resolve().name if given.after else "smollm2-135m")
     target = SHIPPED / given.alias
     with tempfile.TemporaryDirectory(dir=SHIPPED.parent) as scratch:
         made = Path(scratch) / given.alias
