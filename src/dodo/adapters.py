@@ -12,6 +12,7 @@ are made active, and what their A matrices give is set to zero where the other o
 All of this changes the base while it lasts, so one thread at a time may do it: another waits.
 """
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -88,7 +89,7 @@ class Adapters:
         self.base = base
         self.lock = Lock()
         with torch.random.fork_rng(devices=[]), _without_chatter():
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # of the CPU alone: the user's generators of GPUs stay as they are
             self.peft: PeftModel = get_peft_model(base, _lora_config(base, encoder), adapter_name=PHI)
             self.peft.add_adapter(THETA, _lora_config(base, decoder))
         self._layers: list[Any] = [module for module in base.modules() if isinstance(module, LoraLayer)]
@@ -134,6 +135,7 @@ class Adapters:
     def use(self, name: AdapterName | None) -> Iterator[None]:
         """Run the base with one adapter on, or with none; what was on before is on again afterwards."""
         with self.lock:
+            self._may_learn(name)
             plain = [layer for layer in self._layers if name and is_plain(layer) and "forward" not in vars(layer)]
             for layer in plain:
                 layer.forward = _adding_in_place(layer)
@@ -151,8 +153,16 @@ class Adapters:
         Args:
             kept: bool [B, T], for the tokens of the forward passes within.
         """
-        with self.lock, self._switched(None, kept):
-            yield
+        with self.lock:
+            self._may_learn(PHI, THETA)
+            with self._switched(None, kept):
+                yield
+
+    def _may_learn(self, *names: AdapterName | None) -> None:
+        """Forget merged copies of adapters that run with gradients: fused optimizers change weights without a word of it."""
+        if torch.is_grad_enabled():
+            for name in filter(None, names):
+                self._merged.pop(name, None)
 
     @contextmanager
     def _switched(self, name: AdapterName | None, kept: Tensor | None = None) -> Iterator[None]:
@@ -230,7 +240,7 @@ class Adapters:
         if any(weight.dtype not in _WHOLE or weight.is_meta or hasattr(weight, "device_mesh") for weight in weights):
             return None  # the last are split over the processes of a run
         made_from = weights + [matrix.weight for matrix in self._matrices[name]]
-        state = [(weight._version, weight.data_ptr(), weight.dtype, weight.device) for weight in made_from]
+        state = [(_version(weight), weight.data_ptr(), weight.dtype, weight.device) for weight in made_from]
         if name in self._merged and self._merged[name][0] == state:
             return self._merged[name][1]
         size = sum(weight.numel() * weight.element_size() for weight in weights)
@@ -253,18 +263,17 @@ class Adapters:
         transformers' own switch takes the cache away from checkpointed layers, and with it the nuggets.
         """
         for layer in layers_of(self.base)[:-1]:
-            layer.forward = self._checkpointed(layer.forward)
+            layer.forward = functools.partial(self._checkpointed, layer.forward)  # unlike a closure, it is copied with its layer
 
-    def _checkpointed(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _checkpointed(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             return nullcontext(), self._switched(self.current, self._kept)
 
-        def run(*args: Any, **kwargs: Any) -> Tensor:
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-        return run
+        result: Tensor = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return result
 
     # -- files
 
@@ -308,6 +317,11 @@ class Adapters:
         for setting in ("r", "lora_alpha", "target_modules"):
             if getattr(stored, setting) != getattr(own, setting):
                 raise ValueError(f"{setting} is {getattr(stored, setting)} there and {getattr(own, setting)} in {CONFIG_FILE}")
+
+
+def _version(weight: Tensor) -> int:
+    """How often a weight has been changed in place; one made in inference mode does not count."""
+    return 0 if weight.is_inference() else weight._version
 
 
 def is_plain(layer: Any) -> bool:

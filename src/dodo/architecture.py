@@ -115,6 +115,17 @@ def check_ids(model: PreTrainedModel, rows: Iterable[Sequence[int]]) -> None:
         raise InputError(f"token ids must be 0 to {known - 1:,}, as far as the base's vocabulary goes")
 
 
+def check_id_tensor(model: PreTrainedModel, input_ids: Tensor) -> None:
+    """Raise InputError unless these are rows of token ids that the base knows, int64 or int32 [B, T]."""
+    if input_ids.ndim != 2:
+        raise InputError(f"input_ids must be [batch, tokens], not of shape {list(input_ids.shape)}")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"input_ids must be whole numbers, torch.int64, not {input_ids.dtype}")
+    if input_ids.numel():
+        lowest, highest = torch.stack(torch.aminmax(input_ids)).tolist()
+        check_ids(model, [(lowest, highest)])
+
+
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     """The base's transformer layers, lowest first."""
     layers = backbone(model).layers
@@ -243,7 +254,7 @@ def _check_halves(embedding: nn.Module, frequencies: Tensor, name: str) -> None:
     """The model's own cosines must be those of `frequencies`, laid out as two equal halves."""
     if frequencies.device.type == "meta":
         return
-    x = torch.zeros(1, 1, 1, device=frequencies.device)
+    x = torch.zeros(1, 1, 1, dtype=torch.float32, device=frequencies.device)
     one = torch.ones(1, 1, dtype=torch.long, device=frequencies.device)
     cos, sin = embedding(x, one, name) if name else embedding(x, one)
     expected = torch.cat([frequencies, frequencies]).float()

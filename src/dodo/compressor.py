@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dodo.adapters import PHI, THETA, Adapters
-from dodo.architecture import FeatureLayers, backbone, copy_before_head, device_of, layer_windows, rotary_of, window_of
+from dodo.architecture import (
+    FeatureLayers,
+    backbone,
+    check_id_tensor,
+    copy_before_head,
+    device_of,
+    layer_windows,
+    rotary_of,
+    window_of,
+)
 from dodo.attention import AllKept, OnePassCache, attention_masks, cache_argument, check_gradient_backend
 from dodo.config import DodoConfig, Use
 from dodo.coverage import prefer_covering, prefer_runs
@@ -151,11 +160,10 @@ class Compressor(nn.Module):
             Nuggets, with gradients when they are enabled.
 
         Raises:
-            InputError: an empty text, a bad ratio, count or start, or a bad shape.
+            InputError: an empty text, a bad ratio, count or start, a bad shape or dtype, or ids that the base does not know.
             WindowError: the text does not fit the window in the `original` position scheme.
         """
-        if input_ids.ndim != 2:
-            raise InputError(f"input_ids must be [batch, tokens], not of shape {list(input_ids.shape)}")
+        check_id_tensor(self.base, input_ids)
         if input_ids.numel() == 0:
             raise InputError("there are no texts, or a text has no tokens: there is nothing to compress")
         if start < 0:
@@ -361,9 +369,10 @@ class Compressor(nn.Module):
 
         Raises:
             UnsupportedModelError: gradients are on and the attention backend would drop the straight-through term.
-            InputError: batch sizes or shapes differ, or there are no tokens.
+            InputError: batch sizes or shapes differ, there are no tokens, or the base does not know them.
             WindowError: a token's position is beyond the base's window.
         """
+        check_id_tensor(self.base, input_ids)
         B = input_ids.shape[0]
         if nuggets.batch_size != B:
             raise InputError(f"{B} rows of tokens, but nuggets of {nuggets.batch_size} texts")

@@ -9,17 +9,18 @@ Shapes: B texts, K states, M prompt tokens.
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import GenerationConfig
 
 from dodo.adapters import THETA
-from dodo.architecture import device_of
+from dodo.architecture import check_ids, device_of
 from dodo.attention import cache_argument, windows_by_position
 from dodo.compressor import Compressor
 from dodo.errors import InputError, WindowError
 from dodo.nuggets import Nuggets
 
-__all__ = ["end_ids", "generate_ids", "generated", "generation_settings", "pad_rows", "until_end"]
+__all__ = ["TRYING_OUT", "end_ids", "generate_ids", "generated", "generation_settings", "pad_rows", "until_end"]
 
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """What a greedy call takes from the base's generation config."""
@@ -35,6 +36,12 @@ _ONLY: dict[str, Any] = {
     "prefill_chunk_size": None,
 }
 """Settings that a call can give one value of: what is generated from is a cache already, and what comes back are tokens."""
+
+TRYING_OUT = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
+"""Settings with which `generate` tries tokens out and takes some of them back."""
+
+_TAKES_BACK = (5, 14)
+"""From here on transformers takes so many tokens back; before, it cut a cache to a length that knew of no nuggets."""
 
 
 def generate_ids(
@@ -60,7 +67,7 @@ def generate_ids(
         New tokens of each row, up to its end token; B rows, times `num_return_sequences`.
 
     Raises:
-        InputError: an empty prompt, or not as many prompts as texts.
+        InputError: an empty prompt, tokens that the base does not know, or not as many prompts as texts.
         WindowError: the positions do not fit the base's window.
     """
     base: Any = compressor.base
@@ -72,6 +79,7 @@ def generate_ids(
             raise InputError(f"{len(prompts)} prompts for nuggets of {B} texts; give one for each")
         if any(len(p) == 0 for p in prompts):
             raise InputError("the prompt is empty")
+        check_ids(base, [*prompts, [pad_token_id]])
         input_ids, real = pad_rows(prompts, pad_token_id, left=True, device=device)
     nuggets = nuggets.to(device=device, dtype=base.dtype)
     _check_room(compressor.window, nuggets, real, max_new_tokens)
@@ -119,6 +127,10 @@ def generation_settings(
     for name, only in _ONLY.items():
         if generation.get(name) not in (None, only):
             raise InputError(f"{name} can't be given: text is made from a cache that is there, and comes back as text")
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < _TAKES_BACK:
+        for name in TRYING_OUT:
+            if generation.get(name) is not None:
+                raise InputError(f"{name} needs transformers 5.14 or later: {transformers.__version__} cuts nuggets away with it")
     base: Any = compressor.base
     names = (*_ENDS, *_SAMPLED) if generation.get("do_sample") else _ENDS
     with compressor.adapters.lock:

@@ -62,13 +62,15 @@ class Dodo:
 
     Args:
         base: a loaded base model (see `load_base`), wrapped in place.
-        config: settings of the adapters; fresh adapters until `load_adapters`.
+        config: settings of the adapters, which are fresh until `load_adapters`, whatever others learned with these settings.
     """
 
     def __init__(self, base: LoadedBase, config: DodoConfig | None = None) -> None:
         if (layers := base.model.config.num_hidden_layers) < 2:
             raise UnsupportedModelError(f"{base.name} has {layers} layer; the scorer reads one below the last, so two are needed")
         config = config or DodoConfig(feature_layer=min(3, layers - 1))
+        if config.base_fingerprint is not None:  # the configuration of another model, whose weights do not come with it
+            config = dataclasses.replace(config, base=None, trained_ratios=None, trained_as=None)
         config = dataclasses.replace(config, base=config.base or base.name, base_fingerprint=base.fingerprint)
         self._base = base
         self.tokenizer: PreTrainedTokenizerBase = base.tokenizer
@@ -152,6 +154,9 @@ class Dodo:
             )
         dodo = cls(loaded, config)
         dodo._load(folder)
+        dodo.compressor.config = dataclasses.replace(
+            dodo.config, base=config.base or loaded.name, trained_ratios=config.trained_ratios, trained_as=config.trained_as
+        )
         return dodo
 
     @property
@@ -490,14 +495,15 @@ class Dodo:
     ) -> list[list[int]]:
         """`generate` on token ids: prompts without padding in, new tokens out."""
         self.check(nuggets)
-        settings = self._with_tokenizer(generation)
-        return generate_ids(
-            self.compressor, nuggets, prompts, max_new_tokens=max_new_tokens, pad_token_id=self._pad_id, **settings
-        )
+        settings = self._completed(generation)
+        return generate_ids(self.compressor, nuggets, prompts, max_new_tokens=max_new_tokens, **settings)
 
-    def _with_tokenizer(self, generation: dict[str, Any]) -> dict[str, Any]:
-        """transformers looks for strings to stop at in what the tokenizer makes of tokens."""
-        return {"tokenizer": self.tokenizer, **generation} if generation.get("stop_strings") else generation
+    def _completed(self, generation: dict[str, Any]) -> dict[str, Any]:
+        """Settings with an id to fill up rows with, and the tokenizer where strings to stop at are looked for in its tokens."""
+        more: dict[str, Any] = {"tokenizer": self.tokenizer} if generation.get("stop_strings") else {}
+        if generation.get("pad_token_id") is None:
+            return more | generation | {"pad_token_id": self._pad_id}
+        return more | generation
 
     def _prompt_ids(self, prompt: str) -> list[int]:
         check_whole(prompt, "the prompt")
@@ -525,8 +531,10 @@ class Dodo:
             The table, which is also kept as `thresholds` and saved with the adapters.
 
         Raises:
-            InputError: an empty text, or too few tokens.
+            InputError: an empty text, too few tokens, or a string in place of several.
         """
+        if isinstance(texts, str):
+            raise InputError("texts are several: for a single one, give [text]")
         lm = Autoregressive(self.compressor, threshold=-math.inf, window=1, segment=1, feature_window=feature_window)
         scores = lm.sampled_scores(self.document_ids(text) if isinstance(text, str) else text for text in texts)
         self.thresholds = Thresholds.estimate(scores, feature_window=lm.feature_window)
@@ -588,7 +596,7 @@ class Dodo:
             InputError: see `autoregressive` and `streaming.generate_ids`.
         """
         cache, ids = StreamingCache(lm or self.autoregressive()), self.document_ids(text)
-        settings = self._with_tokenizer(generation)
+        settings = self._completed(generation)
         streaming.settings_of(cache.lm, max_new_tokens, self._pad_id, settings)
         *segments, last = streaming.segments(cache, ids)
         for segment in segments:
@@ -598,7 +606,6 @@ class Dodo:
             last,
             cache=cache,
             max_new_tokens=max_new_tokens,
-            pad_token_id=self._pad_id,
             **settings,
         )
         streamer = Pieces(self.tokenizer, skip_prompt=False, behind=ids[-1])
@@ -662,8 +669,7 @@ class Dodo:
                 last,
                 cache=cache,
                 max_new_tokens=max_new_tokens,
-                pad_token_id=self._pad_id,
-                **self._with_tokenizer(settings),
+                **self._completed(settings),
             )
 
         behind = ids[-1] if isinstance(text, str) else behind

@@ -204,13 +204,13 @@ class Nuggets:
 
     @classmethod
     def stack(cls, parts: Sequence["Nuggets"]) -> "Nuggets":
-        """One batch of several texts, padded on the right to the longest.
+        """One batch of several texts, padded on the right to the longest, on the first one's device.
 
         Raises:
             InputError: nothing to stack, or the parts differ in scheme or dtype.
             FingerprintMismatch: the parts belong to different models.
         """
-        first = _agreeing(parts, "stack", names=("scheme", "dtype"))
+        first, *_ = parts = _agreeing(parts, "stack", names=("scheme", "dtype"))
         longest = max(part.mask.shape[1] for part in parts)
         joined: dict[str, Any] = {name: torch.cat([_pad(getattr(p, name), 1, longest) for p in parts]) for name in _PER_STATE}
         joined |= {name: torch.cat([getattr(p, name) for p in parts]) for name in _PER_TEXT}
@@ -221,13 +221,13 @@ class Nuggets:
     def cat(cls, parts: Sequence["Nuggets"]) -> "Nuggets":
         """One text out of several, each moved to where the one before it ends.
 
-        Each part is a single text. States of all of them are kept, kept first tokens too.
+        Each part is a single text. States of all of them are kept, kept first tokens too, on the first one's device.
 
         Raises:
             InputError: nothing to join, a part is a batch, or the parts differ in scheme or dtype.
             FingerprintMismatch: the parts belong to different models.
         """
-        first = _agreeing(parts, "join", names=("scheme", "dtype"))
+        first, *_ = parts = _agreeing(parts, "join", names=("scheme", "dtype"))
         if any(part.batch_size != 1 for part in parts):
             raise InputError("only single texts can be joined; take them out of their batch first: nuggets[i]")
         moved, length = [], 0
@@ -272,7 +272,8 @@ def _asked(parts: Sequence[Nuggets]) -> dict[str, Any]:
     return {name: found.pop() if len(found := {getattr(p, name) for p in parts}) == 1 else None for name in ("ratio", "use")}
 
 
-def _agreeing(parts: Sequence[Nuggets], verb: str, *, names: tuple[str, ...]) -> Nuggets:
+def _agreeing(parts: Sequence[Nuggets], verb: str, *, names: tuple[str, ...]) -> list[Nuggets]:
+    """The parts, of one model and kind, on the first one's device."""
     if not parts:
         raise InputError(f"there are no nuggets to {verb}")
     first = parts[0]
@@ -281,7 +282,7 @@ def _agreeing(parts: Sequence[Nuggets], verb: str, *, names: tuple[str, ...]) ->
         for name in names:
             if getattr(part, name) != getattr(first, name):
                 raise InputError(f"can't {verb} nuggets of different {name}: {getattr(first, name)}, {getattr(part, name)}")
-    return first
+    return [part.to(device=first.keys.device) for part in parts]
 
 
 def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:

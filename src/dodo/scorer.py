@@ -30,9 +30,9 @@ class Scorer(nn.Module):
     def __init__(self, width: int, *, by_use: bool = False, seed: int = 0) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.hidden = nn.Linear(width, width)
-            self.output = nn.Linear(width, len(get_args(Use)) if by_use else 1)
+            torch.default_generator.manual_seed(seed)
+            self.hidden = nn.Linear(width, width, dtype=torch.float32)
+            self.output = nn.Linear(width, len(get_args(Use)) if by_use else 1, dtype=torch.float32)
 
     @property
     def by_use(self) -> bool:

@@ -24,7 +24,7 @@ from dodo.architecture import check_ids, device_of, layer_windows
 from dodo.attention import attention_masks, cache_argument, retain, roomy_cache, turn
 from dodo.autoregressive import Autoregressive, FeatureStream, held_bytes
 from dodo.errors import InputError
-from dodo.generation import generated, generation_settings, until_end
+from dodo.generation import TRYING_OUT, generated, generation_settings, until_end
 
 __all__ = ["StreamingCache", "feed", "generate_ids", "segments", "settings_of", "streaming"]
 
@@ -34,9 +34,6 @@ _ONLY: dict[str, Any] = {
     "guidance_scale": 1,
 }
 """Settings of `generate` that a stream can take one value of, beside those of `generation_settings`."""
-
-_TRYING_OUT = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
-"""Settings with which `generate` tries tokens out and takes some of them back."""
 
 
 class StreamingCache(Cache):
@@ -338,7 +335,7 @@ def settings_of(
     for name, only in _ONLY.items():
         if generation.get(name) not in (None, only):
             raise InputError(f"{name} must be {only}, not {generation[name]!r}: a stream holds one text, and gives its tokens")
-    for name in _TRYING_OUT:
+    for name in TRYING_OUT:
         if generation.get(name) is not None:
             raise InputError(f"{name} can't be given: it tries tokens out, and a stream can't take back what it has read")
     return generation_settings(lm.compressor, max_new_tokens, pad_token_id, generation | _ONLY)

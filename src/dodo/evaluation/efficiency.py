@@ -25,7 +25,7 @@ from dodo.errors import InputError
 from dodo.evaluation.methods import Compressed, Held
 from dodo.evaluation.peak import forget_peak, peak
 from dodo.evaluation.peers import Peer
-from dodo.evaluation.tasks import Item, Task
+from dodo.evaluation.tasks import Item, Task, hash_of
 from dodo.generation import generated, generation_settings
 from dodo.model import Dodo
 
@@ -65,7 +65,9 @@ class Efficiency(Task):
         if len(ids) < max(self.lengths):
             raise InputError(f"the texts have {len(ids):,} tokens together; {max(self.lengths):,} are wanted")
         self._ids: list[int] = ids
-        return [_Of(str(length), "", f"{length:,} tokens", length=length) for length in self.lengths]
+        return [
+            _Of(str(length), "", f"{length:,} tokens", source=hash_of(ids[:length]), length=length) for length in self.lengths
+        ]
 
     def run(self, method: Any, batch: Sequence[Any]) -> list[dict[str, Any]]:
         if isinstance(method, Peer):

@@ -21,7 +21,7 @@ from dodo.data.reading import read_texts
 from dodo.errors import InputError
 from dodo.evaluation.language_models import whole_of
 from dodo.evaluation.scoring import perplexity
-from dodo.evaluation.tasks import Item
+from dodo.evaluation.tasks import Item, hash_of
 from dodo.model import Dodo
 from dodo.streaming import StreamingCache, feed
 
@@ -49,7 +49,7 @@ class Endless:
         """The texts that are longer than a stretch, in their order, each up to its first `limit` tokens."""
         texts = list(read_texts(sources))
         self._ids = [self._dodo.document_ids(text)[:limit] for text in texts if text]
-        found = [Item(str(i), "", "all") for i, ids in enumerate(self._ids) if len(ids) > STRETCH]
+        found = [Item(str(i), "", "all", source=hash_of(ids)) for i, ids in enumerate(self._ids) if len(ids) > STRETCH]
         if not found:
             of = f"no text has more than {STRETCH:,} tokens, one stretch"
             raise InputError(of if limit is None or limit > STRETCH else f"--limit must be above {STRETCH:,} tokens, one stretch")

@@ -32,14 +32,47 @@ def differences(records: Sequence[Record]) -> Iterator[Difference]:
     """
     for other in records:
         for dodo in records:
-            if other["settings"]["method"] == "dodo" or dodo["settings"]["method"] != "dodo" or not _same(dodo, other):
+            if other["settings"]["method"] == "dodo" or not _is_dodo(dodo, records) or not _same(dodo, other):
                 continue
             for group, theirs in (other.get("each") or {}).items():
                 ours = (dodo.get("each") or {}).get(group, [])
                 n = min(len(ours), len(theirs))
-                if n > 1:
+                if n > 1 and _begin_alike(dodo, other, group):
                     less = np.array(ours[:n]) - np.array(theirs[:n])
-                    yield Difference(dodo, other, group, n, float(less.mean()), float(less.std(ddof=1) / n**0.5))
+                    of = (dodo.get("each of") or {}).get(group, range(n))[:n]
+                    yield Difference(dodo, other, group, n, float(less.mean()), standard_error(less, of))
+
+
+def standard_error(values: np.ndarray, of: Sequence[int]) -> float:
+    """Of the mean of values that depend on each other where they are of the same text, as segments are.
+
+    Args:
+        values: float [n].
+        of: n numbers, of texts. Of a single text, its values count as independent.
+
+    >>> standard_error(np.array([1.0, 3.0]), [0, 1]), standard_error(np.array([1.0, 1.0, 3.0, 3.0]), [0, 0, 1, 1])
+    (1.0, 1.0)
+    """
+    texts, which = np.unique(of, return_inverse=True)
+    if len(texts) == 1:
+        texts, which = np.arange(len(values)), np.arange(len(values))
+    sums = np.bincount(which, weights=values - values.mean())
+    return float(np.sqrt((sums**2).sum() * len(texts) / (len(texts) - 1)) / len(values))
+
+
+def _begin_alike(dodo: Record, other: Record, group: str) -> bool:
+    """Whether the first items of the group are the same. Older records tell it of all groups together, or not at all."""
+    one, two = (record["settings"].get("first items") for record in (dodo, other))
+    if isinstance(one, dict) and isinstance(two, dict):
+        return bool(one.get(group) == two.get(group))
+    return type(one) is not type(two) or bool(one == two)
+
+
+def _is_dodo(record: Record, records: Sequence[Record]) -> bool:
+    """Dodo with fresh adapters is another method, where there are trained ones."""
+    mine = [r["settings"] for r in records if r["settings"]["method"] == "dodo"]
+    best = "trained" if any(s.get("adapters") == "trained" for s in mine) else record["settings"].get("adapters")
+    return bool(record["settings"]["method"] == "dodo" and record["settings"].get("adapters") == best)
 
 
 def _same(dodo: Record, other: Record) -> bool:
@@ -48,5 +81,4 @@ def _same(dodo: Record, other: Record) -> bool:
     if "segment" in two:  # those of texts drawn from all over: others at another limit
         names += ["segment", "limit", "keep_first", "whole histories from"]
     names += ["share of whole tokens"] if two.get("share of whole tokens") is not None else []
-    names += ["first items"] if {"first items"} <= one.keys() & two.keys() else []  # older records do not tell
     return all(one.get(name) == two.get(name) for name in names)

@@ -17,7 +17,7 @@ word at the edge of what is scored, the tokens within count as that share of a w
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from dodo.data.reading import read_texts, resolve
 from dodo.errors import InputError
 from dodo.evaluation.language_models import LanguageModel, history_of, whole_of
 from dodo.evaluation.scoring import perplexity
-from dodo.evaluation.tasks import Item
+from dodo.evaluation.tasks import Item, hash_of
 from dodo.model import Dodo
 
 __all__ = ["STATES", "Perplexity", "Segment", "articles", "words_of"]
@@ -110,8 +110,9 @@ class Perplexity:
                 left -= min(self.segment, len(self._texts[text].ids) - 1 - start)
         if not starts:
             raise InputError("there is no text of two tokens or more")
+        sources_of = [hash_of(text.ids.tolist()) for text in self._texts]
         return [
-            Segment(f"{S}/{text}/{start}", "", f"{S} states", text=text, start=start, states=S)
+            Segment(f"{S}/{text}/{start}", "", f"{S} states", source=sources_of[text], text=text, start=start, states=S)
             for S in self.states
             for text, start in sorted(starts, key=lambda place: (min(place[1], self._whole(S)), place))
         ]
@@ -134,13 +135,24 @@ class Perplexity:
     def each(self, items: Sequence[Segment], made: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
         """For each S: nats per counted subword of each segment with a whole history, in the order of the texts."""
         found: dict[str, list[float]] = {f"{S} states": [] for S in self.states}
+        for item, nats in self._counted(items, made):
+            found[item.group].append(round(float(nats.mean()), 5))
+        return found
+
+    def each_of(self, items: Sequence[Segment], made: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
+        """For each S: which text each of those segments is of."""
+        found: dict[str, list[int]] = {f"{S} states": [] for S in self.states}
+        for item, _ in self._counted(items, made):
+            found[item.group].append(item.text)
+        return found
+
+    def _counted(self, items: Sequence[Segment], made: dict[str, dict[str, Any]]) -> Iterator[tuple[Segment, np.ndarray]]:
         for item in sorted(items, key=lambda item: (item.text, item.start)):
             text, nats = self._texts[item.text], np.array(made[item.key]["nats"])
             some = slice(item.start + 1, item.start + 1 + len(nats))
             counted = np.append(text.counted, True)[text.words[some]]
             if item.start >= self._whole(item.states) and counted.any():
-                found[item.group].append(round(float(nats[counted].mean()), 5))
-        return found
+                yield item, nats[counted]
 
     def measure(self, items: Sequence[Segment], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """For each S: perplexities of segments with a whole history, and of all."""

@@ -1,7 +1,6 @@
 """A measurement from model to file: items in batches, what is done kept beside the result so that a stopped one goes on."""
 
 import dataclasses
-import hashlib
 import json
 import time
 import warnings
@@ -25,7 +24,7 @@ from dodo.evaluation.peak import forget_peak, peak
 from dodo.evaluation.peers import Peer
 from dodo.evaluation.perplexity import STATES, Perplexity
 from dodo.evaluation.record import about_machine, commit, today, write_json
-from dodo.evaluation.tasks import OF_LENGTHS, TASKS, Item, Task
+from dodo.evaluation.tasks import OF_LENGTHS, TASKS, Item, Task, hash_of
 from dodo.model import Dodo
 from dodo.thresholds import Pace
 
@@ -118,6 +117,7 @@ def evaluate(
         "dtype": held_in(dodo.compressor.base),
         "data": [Path(source).name for source in resolve(sources)],
         "first items": _first(items),
+        "items": hash_of([_told(item) for item in items]),
         "lengths": list(getattr(measuring, "lengths", ())) or None,
         "limit": limit,
         "seed": seed,
@@ -139,7 +139,7 @@ def evaluate(
         settings |= {"states": None if method == "full" else states[-1], "keep_first": dodo.config.keep_first}
         settings |= {"share of whole tokens": share if method == "dodo" else None}
     if task in (Perplexity.name, Endless.name) and method in ("dodo", "threshold") and dodo.thresholds is not None:
-        settings["thresholds"] = hashlib.sha256(dodo.thresholds.to_json().encode()).hexdigest()[:16]
+        settings["thresholds"] = hash_of(dodo.thresholds.to_json())
     if not replace:
         _refuse_another(out, settings)
     part = out.with_suffix(".part.jsonl")
@@ -171,6 +171,7 @@ def evaluate(
         "peak memory, bytes": _peak(how, dodo),
         **about_machine(getattr(how, "versions", None)),
         "each": measuring.each(items, made),
+        **({"each of": measuring.each_of(items, made)} if task == Perplexity.name else {}),
         "examples": [_example(item, made[item.key]) for item in items[:examples]],
     }
     write_json(out, record)
@@ -212,7 +213,8 @@ def _refuse_another(out: Path, settings: dict[str, Any]) -> None:
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
         raise InputError(f"{out} is there and is no record; move it, or choose another --out") from None
     of_model, of_data = ("base", "base fingerprint", "dtype"), ("data", "lengths", "limit", "seed")
-    for name in (*of_model, *of_data, "states", "segment", "share of whole tokens"):
+    of_states = ("states", "segment", "share of whole tokens", "keep_first", "whole history at ratio")
+    for name in (*of_model, *of_data, *of_states, "items"):
         if name in before and before[name] != settings.get(name):
             one, two = before[name], settings.get(name)
             raise InputError(
@@ -226,11 +228,14 @@ def _name_of(model: str) -> str | None:
     return (path.parent if path.name in ("last", "best") else path).name or None
 
 
-def _first(items: Sequence[Item]) -> str:
+def _first(items: Sequence[Item]) -> dict[str, str]:
     """A short hash of the first item of each group: draws from the same data agree in it, whatever their limits."""
     firsts = {item.group: item for item in reversed(items)}
-    told = [(group, item.document, item.question, item.answers) for group, item in sorted(firsts.items())]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+    return {group: hash_of(_told(item)) for group, item in sorted(firsts.items())}
+
+
+def _told(item: Item) -> list[Any]:
+    return [item.key, item.group, item.source, item.document, item.question, item.answers]
 
 
 def _forget_peak(how: Any, dodo: Dodo) -> None:

@@ -91,12 +91,12 @@ def perplexity(nats: Sequence[float], counts: Sequence[float]) -> tuple[float | 
     pairs = [(n, count) for n, count in zip(nats, counts, strict=True) if count]
     if not pairs:
         return None, None
-
-    def score(pairs: Sequence[tuple[float, float]]) -> float:
-        return math.exp(sum(n for n, _ in pairs) / sum(count for _, count in pairs))
-
+    all_nats, all_counts = (sum(column) for column in zip(*pairs, strict=True))
     try:
-        return score(pairs), _jackknife(score, pairs, len(pairs))
+        value = math.exp(all_nats / all_counts)
+        if len(pairs) < 2:
+            return value, None
+        return value, _spread([math.exp((all_nats - n) / (all_counts - count)) for n, count in pairs])
     except OverflowError:
         return None, None
 
@@ -105,7 +105,12 @@ def _jackknife(score: Callable[[Sequence[Any]], float], pairs: Sequence[Any], gr
     if groups < 2:
         return None
     without = [score([pair for i, pair in enumerate(pairs) if i % groups != group]) for group in range(groups)]
-    return math.sqrt((groups - 1) * statistics.pvariance(without))
+    return _spread(without)
+
+
+def _spread(without: Sequence[float]) -> float:
+    """The jackknife's standard error, from a value without each group in turn."""
+    return math.sqrt((len(without) - 1) * statistics.pvariance(without))
 
 
 def share_rebuilt(made: Sequence[str], wanted: Sequence[str]) -> dict[str, tuple[float | None, int]]:

@@ -3,6 +3,8 @@
 A task goes through its items in batches and can be stopped between them: what is done is kept in its record (see `record`).
 """
 
+import hashlib
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -42,13 +44,20 @@ LENGTHS = (64, 128, 256, 512)
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to measure. key: unique in its task. group: what it is reported under."""
+    """One thing to measure. key: unique in its task. group: what it is reported under. source: a hash of data that do not
+    stand in it."""
 
     key: str
     document: str
     group: str
     question: str | None = None
     answers: tuple[str, ...] = ()
+    source: str = ""
+
+
+def hash_of(told: Any) -> str:
+    """A short hash of something plain."""
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
 class Task:
