@@ -272,3 +272,72 @@ def test_a_layer_that_the_base_has_not_is_named_though_others_are_there(pair: Ma
     with pytest.raises(InputError, match=found):
         pair("llama", decoder=LoraSettings(rank=2, targets=targets))
     pair("llama", decoder=LoraSettings(rank=2, targets=("q_proj", "self_attn.o_proj")))
+
+
+def test_merged_weights_follow_an_optimizer_that_tells_nobody(pair: Maker) -> None:
+    compressor = stir(pair().compressor)
+    adapters, ids = compressor.adapters, tokens(1, 6)
+    optimizer = torch.optim.AdamW(compressor.parameters(), lr=0.1, fused=True)
+    for mode in ("use", "mixed"):
+        with torch.no_grad(), adapters.merged(THETA):
+            before = compressor.base(ids).logits
+        with adapters.use(THETA) if mode == "use" else adapters.mixed(torch.zeros_like(ids, dtype=torch.bool)):
+            compressor.base(ids).logits.pow(2).mean().backward()
+        optimizer.step()
+        with torch.no_grad(), adapters.merged(THETA):
+            after = compressor.base(ids).logits
+        with torch.no_grad(), adapters.use(THETA):
+            wanted = compressor.base(ids).logits
+        assert not torch.allclose(before, wanted, atol=1e-3)
+        torch.testing.assert_close(after, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_base_made_in_inference_mode_is_merged_too() -> None:
+    with torch.inference_mode():
+        compressor = stir(Compressor(tiny_model(), small_config()).eval())
+        with compressor.adapters.merged(THETA):
+            merged = compressor.base(tokens(1, 6)).logits
+        with compressor.adapters.use(THETA):
+            torch.testing.assert_close(merged, compressor.base(tokens(1, 6)).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_fresh_adapters_leave_the_generators_of_gpus_alone(pair: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seeded = tiny_model(), []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    torch.manual_seed(3)
+    assert seeded == [3]
+    Compressor(model, small_config())
+    assert seeded == [3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    model = tiny_model()
+    torch.set_default_dtype(dtype)
+    try:
+        compressor = Compressor(model, small_config())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in compressor.scorer.parameters()} == {torch.float32}
+    assert compressor.encode(tokens(1, 20), ratio=4).keys.dtype == torch.float32
+
+
+def test_a_copy_of_a_checkpointed_model_runs_its_own_layers(pair: Maker) -> None:
+    compressor = stir(pair().compressor)
+    plain = copy.deepcopy(compressor)
+    compressor.adapters.checkpoint_gradients()
+    for other in (copy.deepcopy(compressor), pickle.loads(pickle.dumps(compressor))):
+        with torch.no_grad():
+            for parameter in compressor.parameters():  # the original's
+                parameter.add_(1.0)
+        ids = tokens(2, 30)
+        for one in (plain, other):
+            one.zero_grad()
+            _loss(one, ids).backward()
+        for (name, a), (_, b) in zip(plain.named_parameters(), other.named_parameters(), strict=True):
+            if a.grad is not None:
+                torch.testing.assert_close(a.grad, b.grad, msg=name)
+        with torch.no_grad():
+            for parameter in compressor.parameters():
+                parameter.sub_(1.0)
+        other.adapters.checkpoint_gradients()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import nn
@@ -289,3 +290,14 @@ def test_settings_of_one_threads_text_do_not_reach_anothers(dodo: Dodo) -> None:
     stop.set()
     thread.join()
     assert seen == {tuple(ends)}
+
+
+def test_tokens_that_are_tried_out_give_the_same_text(dodo: Dodo, monkeypatch: pytest.MonkeyPatch) -> None:
+    nuggets, prompt = dodo.compress(TEXT, ratio=3), [77, 5, 77, 5, 77]
+    tried = {"prompt_lookup_num_tokens": 3}
+    if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 14):
+        assert dodo.generate_ids(nuggets, [prompt], max_new_tokens=12, **tried) == [greedy(dodo, prompt, 12)]
+    monkeypatch.setattr(transformers, "__version__", "5.13.1")
+    with pytest.raises(InputError, match=r"prompt_lookup_num_tokens needs transformers 5\.14 or later: 5\.13\.1"):
+        dodo.generate_ids(nuggets, [prompt], max_new_tokens=12, **tried)
+    assert dodo.generate_ids(nuggets, [prompt], max_new_tokens=12) == [greedy(dodo, prompt, 12)]

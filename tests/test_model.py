@@ -17,7 +17,7 @@ from dodo.model import Dodo
 from dodo.nuggets import Nuggets
 from dodo.prompts import question_prompt
 from tests.conftest import stir
-from tests.standins.models import byte_tokenizer, tiny_llama
+from tests.standins.models import byte_tokenizer, save_base, tiny_llama
 
 TEXT = "Dodos lived on Mauritius. Nobody has seen one since 1662, when Volkert Evertsz described them."
 Maker = Callable[..., Dodo]
@@ -399,3 +399,65 @@ def test_a_text_of_which_the_tokenizer_leaves_nothing_is_refused(make: Maker, mo
     monkeypatch.setattr(Dodo, "document_ids", lambda self, text: [])
     with pytest.raises(InputError, match="nothing to compress"):
         dodo.compress("   ")
+
+
+# -- what callers may give
+
+
+def test_a_padding_token_may_be_given_everywhere(make: Maker) -> None:
+    dodo = make(stirred=True)
+    dodo.thresholds = None
+    nuggets, lm = dodo.compress(TEXT, ratio=3), dodo.autoregressive(threshold=0.0, window=16, segment=8)
+    for given in ({"pad_token_id": 2}, {"pad_token_id": None}):
+        assert dodo.answer(nuggets, "Who?", max_new_tokens=4, **given) == dodo.answer(nuggets, "Who?", max_new_tokens=4)
+        assert dodo.generate(nuggets, "Dodos", max_new_tokens=4, **given) == dodo.generate(nuggets, "Dodos", max_new_tokens=4)
+        assert dodo.reconstruct(nuggets, **given) == dodo.reconstruct(nuggets)
+        assert "".join(dodo.stream(nuggets, "Dodos", max_new_tokens=4, **given)) == dodo.generate(
+            nuggets, "Dodos", max_new_tokens=4
+        )
+        assert dodo.write(TEXT, lm, max_new_tokens=4, **given) == dodo.write(TEXT, lm, max_new_tokens=4)
+        assert "".join(dodo.stream_text(TEXT, lm, max_new_tokens=4, **given)) == dodo.write(TEXT, lm, max_new_tokens=4)
+
+
+def test_tokens_that_the_base_does_not_know_are_named_before_it_reads_them(make: Maker) -> None:
+    dodo = make()
+    nuggets, compressor = dodo.compress(TEXT, ratio=3), dodo.compressor
+    for unknown in (9999, -1):
+        for call in (
+            lambda unknown=unknown: dodo.generate_ids(nuggets, [[5, unknown]], max_new_tokens=2),
+            lambda unknown=unknown: list(dodo.stream(nuggets, [unknown], max_new_tokens=2)),
+            lambda unknown=unknown: dodo.generate(nuggets, "Dodos", max_new_tokens=2, pad_token_id=unknown),
+            lambda unknown=unknown: compressor.encode(torch.tensor([[5, unknown]]), ratio=2),
+            lambda unknown=unknown: compressor.decode(nuggets, torch.tensor([[5, unknown]])),
+        ):
+            with pytest.raises(InputError, match="token ids must be 0 to"):
+                call()
+    with pytest.raises(InputError, match=r"\[batch, tokens\], not of shape \[2\]"):
+        compressor.decode(nuggets, torch.tensor([5, 6]))
+    for read in (lambda ids: compressor.encode(ids, ratio=2), lambda ids: compressor.decode(nuggets, ids)):
+        with pytest.raises(InputError, match=r"whole numbers, torch.int64, not torch.float32"):
+            read(torch.ones(1, 3))
+    assert torch.equal(
+        compressor.decode(nuggets, torch.tensor([[5, 6]], dtype=torch.int32)), compressor.decode(nuggets, torch.tensor([[5, 6]]))
+    )
+
+
+def test_the_configuration_of_a_trained_model_makes_no_trained_one(make: Maker, tmp_path: Path) -> None:
+    trained = make(stirred=True, trained_ratios=(2.0, 4.0), trained_as="compressor")
+    assert trained.is_trained
+    other = Dodo.from_model(tiny_llama(), byte_tokenizer(), trained.config)
+    assert not other.is_trained
+    assert other.config.trained_as is None
+    assert other.config.base != "elsewhere"
+    trained.save_pretrained(tmp_path / "trained")
+    save_base(tmp_path / "base")
+    again = Dodo.from_pretrained(tmp_path / "trained", base=tmp_path / "base", ignore_fingerprint=True)
+    assert (again.config.trained_ratios, again.config.trained_as) == ((2.0, 4.0), "compressor")
+    moved = Dodo.from_pretrained(tmp_path / "base", config=again.config)
+    assert not moved.is_trained
+    assert moved.config.base == str(tmp_path / "base")
+
+
+def test_one_text_is_not_many_of_a_character(make: Maker) -> None:
+    with pytest.raises(InputError, match=r"give \[text\]"):
+        make().estimate_thresholds(TEXT)

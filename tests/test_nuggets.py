@@ -415,3 +415,11 @@ def test_a_full_disk_leaves_what_was_there(made: Nuggets, tmp_path: Path, monkey
 def test_a_missing_folder_is_named(made: Nuggets, tmp_path: Path) -> None:
     with pytest.raises(NuggetsFileError, match="could not write"):
         made.save(tmp_path / "none" / "f.nuggets")
+
+
+def test_parts_are_joined_on_the_first_ones_device(pair: Callable[..., Pair]) -> None:
+    compressor = pair().compressor
+    one, two = (compressor.encode(tokens(1, 20, seed=seed), ratio=4) for seed in (1, 2))
+    both = Nuggets.stack([one.to(device="meta"), two])
+    assert {both.keys.device.type, both.positions.device.type, both.lengths.device.type} == {"meta"}
+    assert both.keys.shape == Nuggets.stack([one, two]).keys.shape

@@ -17,6 +17,7 @@ __all__ = [
     "SHORTEN",
     "SUMMARY",
     "chat_turn",
+    "opening_turn",
     "check_whole",
     "conversation_ids",
     "ends_of_turn",
@@ -60,6 +61,14 @@ def chat_turn(tokenizer: PreTrainedTokenizerBase, request: str) -> str:
         return f"\n{request}\n"
     turn = [{"role": "user", "content": request}]
     return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+
+
+def opening_turn(tokenizer: PreTrainedTokenizerBase, request: str) -> str:
+    """`chat_turn` at a text's beginning: a chat format has its own BOS token, plain lines get one where the tokenizer adds it."""
+    turn, bos = chat_turn(tokenizer, request), tokenizer.bos_token
+    if tokenizer.chat_template is None and bos and tokenizer("a", verbose=False)["input_ids"][:1] == [tokenizer.bos_token_id]:
+        return f"{bos}{turn}"
+    return turn
 
 
 # -- conversations, a turn at a time

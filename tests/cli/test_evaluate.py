@@ -60,13 +60,16 @@ def test_an_interrupted_one_goes_on_to_the_same_record(run, models, questions, t
 
     monkeypatch.setattr(Squad, "run", dying)
     assert run("evaluate", "squad", "--data", questions, *flags, "--out", tmp_path / "parts.json").exit_code == 130
-    assert (tmp_path / "parts.part.jsonl").exists()
+    lines = [json.loads(line) for line in (tmp_path / "parts.part.jsonl").read_text().splitlines()]
+    lines[-1]["peak"] = 10**15  # as if the stopped one had held more
+    (tmp_path / "parts.part.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     other = run("evaluate", "squad", "--data", questions, *flags, "--seed", "1", "--out", tmp_path / "parts.json")
     assert "other settings" in other.stderr
     run("evaluate", "squad", "--data", questions, *flags, "--out", tmp_path / "parts.json")
     assert calls == [2, 2, 2, 1]  # the first two are not done again
     whole, parts = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "parts"))
     assert whole["measured"] == parts["measured"]
+    assert parts["peak memory, bytes"] == 10**15
 
 
 def test_what_was_cut_off_while_it_was_written_is_done_again_and_what_follows_is_kept(

@@ -159,3 +159,26 @@ def test_what_can_not_be_is_refused(fresh: Dodo) -> None:
         DodoLM(fresh, batch_size="auto")
     with pytest.raises(InputError, match="less than 2 tokens"):
         DodoLM(fresh, ratio=1).generate_until(asked(("", dict(WRITING))))
+    with pytest.raises(InputError, match="takes no ratoi, peft; it takes model, ratio, whole"):
+        DodoLM(fresh, ratoi=20, peft="a")
+    with pytest.raises(InputError, match="two names of one thing"):
+        DodoLM("other", pretrained="my/run")
+
+
+def test_the_harness_usual_name_of_a_model_is_taken(base: Path) -> None:
+    assert DodoLM(pretrained=str(base), max_batch_size=3).dodo.config.base == str(base)
+
+
+def test_strings_to_stop_at_are_those_of_new_text_alone(fresh: Dodo, theirs: HFLM) -> None:
+    ours = DodoLM(fresh, ratio=1, whole=5)
+    (made,) = theirs.generate_until(asked((TEXT[:40], {"max_gen_toks": 1, "do_sample": False, "until": ["@"]})))
+    until = [TEXT[39:40] + made]  # stands across the end of the context
+    rows = asked((TEXT[:40], {"until": until, "max_gen_toks": 12, "do_sample": False}))
+    assert ours.generate_until(rows) == theirs.generate_until(rows)
+    assert len(ours.generate_until(rows)[0]) > len(made)
+
+
+def test_blanks_before_a_continuation_are_scored_with_it(fresh: Dodo) -> None:
+    ours = DodoLM(fresh, ratio=1, whole=5)
+    (blanks, _), (nothing, _) = ours.loglikelihood(asked(("  ", "dodo"), ("", "  dodo")))
+    assert blanks == pytest.approx(nothing, abs=1e-4)

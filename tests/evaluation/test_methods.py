@@ -1,11 +1,14 @@
 """What methods hold, and that they say what the model says."""
 
+import copy
 import dataclasses
 import json
 import warnings
+from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from dodo.errors import DodoWarning, InputError, WindowError
 from dodo.evaluation.methods import METHODS, make_method, own_ids
@@ -13,7 +16,7 @@ from dodo.evaluation.run import evaluate
 from dodo.icae import Icae
 from dodo.memory import MemoryTokens
 from dodo.model import Dodo
-from dodo.prompts import QUESTION, SHORTEN, chat_turn
+from dodo.prompts import QUESTION, SHORTEN, chat_turn, opening_turn
 from tests.cli.tiny import TEXT, save_model
 from tests.conftest import stir
 
@@ -224,3 +227,37 @@ def test_adapters_that_learned_to_be_something_else_are_measured_with_a_warning(
     dodo.compressor.config = config
     others = {"compressor", "autoregressive", "compressive", "icae", "full"} - {fitting}
     assert set(told) == (others if fitting else set())
+
+
+def _plain(dodo: Dodo) -> Dodo:
+    """The same with a tokenizer that has no chat format and puts a BOS token before texts."""
+    plain = copy.deepcopy(dodo)
+    plain.tokenizer.chat_template = None
+    bos = plain.tokenizer.bos_token
+    plain.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, plain.tokenizer.bos_token_id)]
+    )
+    assert plain.tokenizer("a")["input_ids"][0] == plain.tokenizer.bos_token_id
+    return plain
+
+
+@pytest.mark.parametrize("name", ["full", "nodoc", "truncate", "lmsumm"])
+def test_the_base_reads_plain_lines_behind_the_bos_token_that_its_tokenizer_adds(dodo, name, monkeypatch):
+    plain, read = _plain(dodo), []
+    method = make_method(name, plain, 4.0)
+    monkeypatch.setattr(method, "_written", lambda rows, *_: read.append(rows) or [""] * len(rows))
+    method.reply(method.read(DOCUMENTS), REQUESTS, max_new_tokens=2)
+    for ids in (ids for rows in read for ids in rows):
+        assert ids.count(plain.tokenizer.bos_token_id) == 1 and ids[0] == plain.tokenizer.bos_token_id
+    assert opening_turn(dodo.tokenizer, "a") == chat_turn(dodo.tokenizer, "a")
+
+
+def test_icae_ends_its_replies_where_the_others_do(dodo, monkeypatch):
+    seen: list[Any] = []
+    monkeypatch.setattr(Icae, "generate_ids", lambda self, *_, **settings: seen.append(settings) or [[5]])
+    memorized = copy.deepcopy(dodo)
+    memorized.compressor.memory = MemoryTokens.fresh(memorized.compressor.base, 40, fixed=False)
+    method = make_method("icae", memorized, 4.0)
+    method.reply(method.read(DOCUMENTS[:1]), REQUESTS[:1], max_new_tokens=3)
+    assert seen == [{"max_new_tokens": 3, "eos_token_id": memorized.answer_ends}]
+    assert memorized.answer_ends

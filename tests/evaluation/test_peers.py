@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dodo.errors import InputError
-from dodo.evaluation.methods import make_method, states_of
+from dodo.evaluation.methods import cached, make_method, states_of
 from dodo.evaluation.names import PEERS
 from dodo.evaluation.peers import SCRIPT as SCRIPT_OF_PEERS
 from dodo.evaluation.peers import Peer, Pressed, Shortened, export_base, find_python, make_peer
@@ -62,6 +62,7 @@ def test_a_press_gets_the_turn_of_method_full_cut_behind_the_document(dodo, monk
         assert dodo.tokenizer.decode(sent["before"] + ids + prompt) == whole
     assert held.tokens == [len(dodo.document_ids(text)) for text in DOCUMENTS]
     assert held.states == [states_of(dodo, text, 4.0) - 0.5 for text in DOCUMENTS]
+    assert sent["ends"] == dodo.answer_ends
 
 
 def test_a_shortened_text_is_read_in_the_documents_place(dodo):
@@ -69,6 +70,7 @@ def test_a_shortened_text_is_read_in_the_documents_place(dodo):
     held = method.read(DOCUMENTS)
     shorter = [text[: states_of(dodo, text, 4.0)] for text in DOCUMENTS]
     assert held.states == [len(dodo.document_ids(text)) for text in shorter]
+    assert held.nbytes == cached(dodo, held.states)
     made = method.reply(held, REQUESTS, max_new_tokens=8)
     assert made == whole.reply(whole.read(shorter), REQUESTS, max_new_tokens=8)
 
@@ -135,6 +137,8 @@ def test_a_press_holds_what_is_asked_and_at_ratio_one_is_the_base(dodo, peers, n
     method = make_peer(name, dodo, 4.0)
     held = method.read(DOCUMENTS)
     assert held.states == pytest.approx([states_of(dodo, text, 4.0) for text in DOCUMENTS], abs=0.1)
+    kept = held.tokens if name == "kvpress-kvzip" else held.states  # KVzip masks what it drops
+    assert list(held.nbytes) == pytest.approx(cached(dodo, kept), rel=0.1)  # what stands before the document is not counted
     made = method.reply(held, REQUESTS, max_new_tokens=12)
     assert made != full
     assert method.reply(held, REQUESTS, max_new_tokens=12) == made  # an answer leaves what is held as it was

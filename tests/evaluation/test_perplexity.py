@@ -376,3 +376,75 @@ def test_empty_texts_are_passed_over_and_wikitext_has_words_out_of_its_vocabular
         _, _, _, found = measured(dodo, Made(), tmp_path / name)
         counts[name] = found["8 states"]["words, all"]
     assert counts == {"wikitext-103.jsonl": 3, "other.jsonl": 4}
+
+
+def test_a_stopped_measurement_does_not_go_on_with_other_texts_of_the_same_name(
+    dodo: Dodo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {
+        "ratio": RATIO,
+        "states": [STATES],
+        "segment": SEGMENT,
+        "batch": 5,
+        "out": tmp_path / "record.json",
+    }
+    for folder, text in (("a", TEXT[:150]), ("b", TEXT[3:153])):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "texts.jsonl").write_text(json.dumps({"text": text}), encoding="utf-8")
+    score, calls = Selected.score, []
+
+    def stopped(self: Selected, *args: Any) -> Scored:
+        calls.append(len(args[0]))
+        if sum(calls) > 10:
+            raise KeyboardInterrupt
+        return score(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Selected, "score", stopped)
+        evaluate(dodo, "perplexity", method="top-k", sources=[str(tmp_path / "a" / "texts.jsonl")], **settings)
+    with pytest.raises(InputError, match="other settings"):
+        evaluate(dodo, "perplexity", method="top-k", sources=[str(tmp_path / "b" / "texts.jsonl")], **settings)
+    one = evaluate(dodo, "perplexity", method="top-k", sources=[str(tmp_path / "a" / "texts.jsonl")], **settings)
+    with pytest.raises(InputError, match="is of a measurement with items"):
+        evaluate(dodo, "perplexity", method="top-k", sources=[str(tmp_path / "b" / "texts.jsonl")], replace=False, **settings)
+    other = evaluate(dodo, "perplexity", method="full", sources=[str(tmp_path / "b" / "texts.jsonl")], **settings)
+    for record, method in ((one, "dodo"), (other, "full")):
+        record["settings"]["method"] = method
+    assert not list(differences([one, other]))
+
+
+def test_a_record_of_longer_histories_is_not_replaced_unasked(dodo: Dodo, texts: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"sources": [str(texts)], "states": [STATES], "segment": SEGMENT, "out": tmp_path / "record.json"}
+    evaluate(dodo, "perplexity", method="full", ratio=3, **settings)
+    with pytest.raises(InputError, match="whole history at ratio 3, not 6"):
+        evaluate(dodo, "perplexity", method="full", ratio=6, replace=False, **settings)
+
+
+def test_segments_of_one_text_are_one_voice_in_the_standard_error(dodo: Dodo, texts: Path, tmp_path: Path) -> None:
+    """By hand: sums of deviations by text, squared, added up; over n, times G / (G - 1)."""
+    settings: dict[str, Any] = {"ratio": RATIO, "sources": [str(texts)], "segment": SEGMENT}
+    made = [
+        evaluate(dodo, "perplexity", method=name, states=states, out=tmp_path / f"{name}.json", **settings)
+        for name, states in (("dodo", [STATES]), ("full", [STATES, 2 * STATES]))
+    ]
+    (found,) = differences(made)  # the group that both have
+    group = f"{STATES} states"
+    less = [a - b for a, b in zip(*(record["each"][group] for record in made), strict=True)]
+    of = made[0]["each of"][group]
+    assert of == made[1]["each of"][group] and set(of) == {0, 1}
+    mean = sum(less) / len(less)
+    sums = [sum(x - mean for x, text in zip(less, of, strict=True) if text == wanted) for wanted in (0, 1)]
+    assert found.error == pytest.approx((sum(s * s for s in sums) * 2 / 1) ** 0.5 / len(less))
+
+
+def test_fresh_adapters_are_not_dodo_beside_trained_ones() -> None:
+    def record(method: str, adapters: str, values: list[float]) -> dict[str, Any]:
+        settings = {"method": method, "adapters": adapters, "ratio": 5.0, "data": ["a"], "seed": 0, "base fingerprint": "f"}
+        return {"settings": settings, "each": {"all": values}}
+
+    stride, fresh, trained = (
+        record(*given)
+        for given in (("stride", "trained", [1.0, 2.0]), ("dodo", "fresh", [0.0, 0.0]), ("dodo", "trained", [3.0, 4.0]))
+    )
+    assert [found.mean for found in differences([stride, fresh, trained])] == [2.0]
+    assert [found.mean for found in differences([stride, fresh])] == [-1.5]

@@ -225,7 +225,7 @@ def test_each_data_set_has_a_panel_of_boxes_and_each_ratio_a_colour(tmp_path: Pa
     figure = figures.Figure()
     assert _boxes(figure.subplots(), read_results(tmp_path)["autoencoding"])
     one, two = figure.axes
-    assert (one.get_title(), two.get_title()) == ("one.jsonl", "two.jsonl")
+    assert (one.get_title(), two.get_title()) == ("one.jsonl, trained 01234567", "two.jsonl, trained 01234567")
     assert [label.get_text() for label in one.get_xticklabels()] == ["64 tokens", "128 tokens", "512 tokens"]
     colours = [{line.get_label(): line.get_color() for line in panel.lines if "r =" in line.get_label()} for panel in (one, two)]
     assert colours == [{"r = 5": "C0", "r = 10": "C1"}, {"r = 10": "C1"}]
@@ -267,3 +267,58 @@ def test_rows_of_cost_tell_the_machine(tmp_path: Path) -> None:
     put(tmp_path, "cost", "efficiency", "dodo", 10.0, values, hardware={"cpu": "A processor", "threads": 2, "gpu": None})
     write_report(read_results(tmp_path), tmp_path / "results.md")
     assert "| A processor, 2 threads | abcdef0 |" in (tmp_path / "results.md").read_text()
+
+
+def test_boxes_are_of_one_set_of_trained_adapters_each(tmp_path: Path) -> None:
+    figures = pytest.importorskip("matplotlib.figure", reason="figures need matplotlib")
+    for name, adapters, fingerprint, value in (
+        ("a", "trained", "aaaaaaaa", 90.0),
+        ("b", "trained", "bbbbbbbb", 80.0),
+        ("z", "fresh", "cccccccc", 1.0),
+    ):
+        settings = {"adapters": adapters, "adapter fingerprint": fingerprint}
+        measured = {"64 tokens": {"n": 2, "bleu": value}}
+        put(tmp_path, name, "autoencoding", "dodo", 5.0, measured, each={"64 tokens": [value, value]}, settings=settings)
+    figure = figures.Figure()
+    assert _boxes(figure.subplots(), read_results(tmp_path)["autoencoding"])
+    drawn = {panel.get_title(): {float(y) for line in panel.lines for y in line.get_ydata()} for panel in figure.axes}
+    assert {title: values for title, values in drawn.items() if values != set()} == {
+        "texts.jsonl, trained aaaaaaaa": {90.0},
+        "texts.jsonl, trained bbbbbbbb": {80.0},
+    }
+
+
+def test_what_is_said_of_the_published_base_is_said_wherever_it_was_loaded_from(tmp_path: Path) -> None:
+    ours = SECTIONS["squad"].ours
+    for base, fingerprint, told in (("runs/base", "f", True), ("other", "g", False)):
+        folder = tmp_path / fingerprint
+        folder.mkdir()
+        values = {"all": {"n": 8, "accuracy": 0.5}}
+        put(folder, "a", "squad", "dodo", 5.0, values, settings={"base": "smollm2-135m", "base fingerprint": "f"})
+        put(folder, "b", "squad", "full", None, values, settings={"base": base, "base fingerprint": fingerprint})
+        write_report(read_results(folder), folder / "page.md")
+        assert (ours in (folder / "page.md").read_text()) == told
+
+
+def test_perplexities_at_several_ratios_are_several_lines(tmp_path: Path) -> None:
+    figures = pytest.importorskip("matplotlib.figure", reason="figures need matplotlib")
+    for ratio in (5.0, 10.0):
+        measured = {f"{n} states": {"subword perplexity": 2000 / n, "states each": n + 1.0} for n in (64, 128)}
+        put(tmp_path, f"r{ratio:g}", "perplexity", "dodo", ratio, measured, settings={"share of whole tokens": 0.5})
+    axes = figures.Figure().subplots()
+    assert _perplexities(axes, read_results(tmp_path)["perplexity"])
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["dodo, r = 5", "dodo, r = 10"]
+
+
+@pytest.mark.parametrize("given", [{"model": "a", "ratio": 5}, "model=a,ratio=5"])
+def test_the_harness_settings_are_shown_in_either_form(tmp_path: Path, given: Any) -> None:
+    record = {"results": {"task": {"acc,none": 0.5, "acc_stderr,none": 0.1}}, "config": {"model": "dodo", "model_args": given}}
+    put(tmp_path, "a", "squad", "dodo", 5.0, {"all": {"n": 8, "accuracy": 0.5}})
+    write_report(read_results(tmp_path), tmp_path / "page.md", harness={"x": record})
+    assert "model=a," in (tmp_path / "page.md").read_text()
+
+
+def test_a_record_without_a_method_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"settings": {"task": "squad"}, "measured": {}}))
+    with pytest.raises(InputError, match=r"a\.json is no record"):
+        read_results(tmp_path)

@@ -7,7 +7,18 @@ import sacrebleu
 from rouge_score.rouge_scorer import RougeScorer
 from text_to_num import alpha2digit
 
-from dodo.evaluation.scoring import contains_answer, corpus_bleu, normalized, rouge, sentence_bleu, share_error, share_rebuilt
+from dodo.errors import InputError
+from dodo.evaluation.scoring import (
+    check_installed,
+    contains_answer,
+    corpus_bleu,
+    normalized,
+    perplexity,
+    rouge,
+    sentence_bleu,
+    share_error,
+    share_rebuilt,
+)
 
 
 @pytest.mark.parametrize(
@@ -101,3 +112,19 @@ def test_rouge_is_that_of_a_count_by_hand():
     assert found["rouge1"] == pytest.approx(100 * 2 * 3 / (4 + 5))
     assert found["rouge2"] == pytest.approx(100 * 2 * 2 / (3 + 4))
     assert found["rougeL"] == pytest.approx(100 * 2 * 3 / (4 + 5))
+
+
+def test_the_perplexitys_standard_error_is_the_jackknife_of_texts_left_out_in_turn() -> None:
+    nats, counts = [3.0, 8.0, 1.0, 0.0], [2, 5, 3, 0]
+    value, error = perplexity(nats, counts)
+    assert value == pytest.approx(math.exp(1.2))
+    without = [math.exp(9 / 8), math.exp(4 / 5), math.exp(11 / 7)]
+    mean = sum(without) / 3
+    assert error == pytest.approx((2 / 3 * sum((x - mean) ** 2 for x in without)) ** 0.5)
+
+
+def test_a_missing_package_is_named_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_installed()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "rouge_score" else object())
+    with pytest.raises(InputError, match=r"evaluating needs rouge_score: pip install 'dodo-lm\[evaluate\]'"):
+        check_installed()

@@ -4,9 +4,11 @@
 
 A request's context is compressed but for its last `whole` tokens, which the decoder reads, with theta, before it scores a
 continuation or writes one. Texts that are scored whole (`loglikelihood_rolling`) are read by the autoregressive LM. With ratio 1,
-fresh adapters and no kept first token, all numbers are those of the harness's own `hf` model on the same base.
+fresh adapters and no kept first token, all numbers are those of the harness's own `hf` model on the same base, of texts that fit
+its window. What does not is an error, where `hf` cuts it.
 """
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -19,6 +21,7 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.models.utils_hf import stop_sequences_criteria
     from lm_eval.utils import get_rolling_token_windows
 except ImportError as error:
     raise ImportError(f"{error}; the harness is an extra: pip install 'dodo-lm[harness]'") from None
@@ -35,27 +38,32 @@ from dodo.nuggets import Nuggets
 __all__ = ["DodoLM"]
 
 
+_DEFAULT = "smollm2-135m"
+
+
 @register_model("dodo")
 class DodoLM(TemplateLM):
     """See above.
 
     Args:
-        model: as for `Dodo.from_pretrained`, or a loaded one.
+        model: as for `Dodo.from_pretrained`, or a loaded one; `pretrained` is the same.
         ratio: tokens per nugget; None: the configured one.
         whole: tokens at the end of a context that are not compressed, at least 1.
         window, segment: of the autoregressive LM; see `Dodo.autoregressive`.
         batch_size: contexts at a time, each compressed once for all its continuations; and continuations at a time.
         max_gen_toks: tokens written, where a task does not say.
+        max_batch_size: what the harness passes on to all models; of no effect.
         base, device, dtype, quantization: see `Loading`. The harness asks for `cuda:0` unless told otherwise; where there is
             none, the default device is taken, as its own models do.
 
     Raises:
-        InputError: `whole` or `batch_size` is no number of at least 1, or see `Dodo.from_pretrained`.
+        InputError: an argument that is not among these, `whole` or `batch_size` is no number of at least 1, or see
+            `Dodo.from_pretrained`.
     """
 
     def __init__(
         self,
-        model: str | Dodo = "smollm2-135m",
+        model: str | Dodo = _DEFAULT,
         *,
         ratio: float | None = None,
         whole: int = 32,
@@ -67,9 +75,17 @@ class DodoLM(TemplateLM):
         dtype: str = "auto",
         base: str | None = None,
         quantization: Quantization | None = None,
-        **_: Any,
+        pretrained: str | None = None,
+        max_batch_size: int | None = None,
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        if unknown:
+            names = [name for name in inspect.signature(DodoLM.__init__).parameters if name not in ("self", "unknown")]
+            raise InputError(f"the model dodo takes no {', '.join(unknown)}; it takes {', '.join(names)}")
+        if pretrained is not None and model != _DEFAULT:
+            raise InputError(f"pretrained={pretrained} and model={model} are two names of one thing; leave one out")
+        model = pretrained or model
         if not str(batch_size).isdigit() or int(batch_size) < 1 or whole < 1:
             raise InputError(f"batch_size and whole must be whole numbers of at least 1, not {batch_size!r} and {whole!r}")
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
@@ -163,6 +179,7 @@ class DodoLM(TemplateLM):
 
     def _split(self, contexts: Iterable[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
         """What is compressed of each context, and what is not; of one token there is nothing to compress."""
+        contexts = [context or [self.prefix_token_id] for context in contexts]  # blanks go to what is scored
         cuts = [(context, max(1, len(context) - self.whole) if len(context) > 1 else 0) for context in contexts]
         return [context[:cut] for context, cut in cuts], [context[cut:] for context, cut in cuts]
 
@@ -203,8 +220,7 @@ class DodoLM(TemplateLM):
                 self.dodo.compress_ids(documents, ratio=self.ratio),
                 prompts,
                 max_new_tokens=int(new_tokens),
-                stop_strings=until,
-                tokenizer=self.tokenizer,
+                stopping_criteria=stop_sequences_criteria(self.tokenizer, until, max(map(len, prompts)), len(prompts)),
                 **settings,
             )
             made += [postprocess_generated_text(self.tokenizer.decode(ids, skip_special_tokens=True), until, None) for ids in new]

@@ -25,7 +25,7 @@ from dodo.generation import generated, generation_settings, pad_rows, until_end
 from dodo.icae import Icae
 from dodo.model import Dodo
 from dodo.nuggets import Nuggets
-from dodo.prompts import SHORTEN, chat_turn, request_prompt
+from dodo.prompts import SHORTEN, opening_turn, request_prompt
 from dodo.selection import count_nuggets, stride
 
 __all__ = [
@@ -114,7 +114,7 @@ class Compressed:
             rows = [self.dodo.document_ids(text) for text in documents]
             nuggets = self.encode(*pad_rows(rows, 0, left=False, device=self.dodo.device))
         states = nuggets.states.tolist()
-        return Held(states, (nuggets.lengths + nuggets.sinks).tolist(), nuggets, _cached(self.dodo, states))
+        return Held(states, (nuggets.lengths + nuggets.sinks).tolist(), nuggets, cached(self.dodo, states))
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor) -> Nuggets:
         """Nuggets of token ids, int64 [B, T], chosen in this method's way."""
@@ -123,7 +123,7 @@ class Compressed:
 
     def bytes_of(self, states: float) -> float:
         """Of the keys and values of so many states."""
-        return _cached(self.dodo, [states])[0]
+        return cached(self.dodo, [states])[0]
 
     def _select_by(self, input_ids: Tensor, mask: Tensor) -> Tensor | None:
         if self.choice == "scorer":
@@ -139,8 +139,7 @@ class Compressed:
 
     def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int) -> list[str]:
         prompts = [request_prompt(self.dodo.tokenizer, request) for request in requests]
-        ends = {"eos_token_id": self.dodo.answer_ends} if self.dodo.answer_ends else {}
-        made = self.dodo.generate(held.what, prompts, max_new_tokens=max_new_tokens, **ends)
+        made = self.dodo.generate(held.what, prompts, max_new_tokens=max_new_tokens, **_ends(self.dodo))
         return [made] if isinstance(made, str) else made
 
     def rebuild(self, held: Held) -> list[str]:
@@ -188,7 +187,7 @@ class Memorized:
         tokenizer = self.dodo.tokenizer
         turns = [request_prompt(tokenizer, request) for request in requests]
         prompts = [tokenizer(turn, add_special_tokens=False, verbose=False)["input_ids"] for turn in turns]
-        return self._texts(self.icae.generate_ids(held.what, prompts, max_new_tokens=max_new_tokens))
+        return self._texts(self.icae.generate_ids(held.what, prompts, max_new_tokens=max_new_tokens, **_ends(self.dodo)))
 
     def rebuild(self, held: Held) -> list[str]:
         made = self.icae.generate_ids(held.what, None, max_new_tokens=max(held.tokens) + 1)
@@ -211,7 +210,12 @@ class Memorized:
         raise InputError("method 'icae' selects no tokens")
 
 
-def _cached(dodo: Dodo, states: Sequence[float]) -> list[float]:
+def _ends(dodo: Dodo) -> dict[str, Any]:
+    """Where replies end, whatever the method."""
+    return {"eos_token_id": dodo.answer_ends} if dodo.answer_ends else {}
+
+
+def cached(dodo: Dodo, states: Sequence[float]) -> list[float]:
     """Bytes of the keys and values of so many states of each document."""
     base: Any = dodo.compressor.base
     return [count * state_bytes(base.config, bytes_per_number=base.dtype.itemsize) for count in states]
@@ -256,18 +260,18 @@ class Whole:
         rows = [self.dodo.document_ids(text) for text in documents]
         tokens = [len(row) for row in rows]
         if self.ratio is None:
-            return Held(tokens, tokens, list(documents), _cached(self.dodo, tokens))
+            return Held(tokens, tokens, list(documents), cached(self.dodo, tokens))
         if self.ratio == float("inf"):
             return Held([0] * len(rows), tokens, [""] * len(rows), [0] * len(rows))
         kept = [row[-count_nuggets(len(row), ratio=self.ratio) :] for row in rows]
         texts = [self.dodo.tokenizer.decode(row, skip_special_tokens=True) for row in kept]
         states = [len(row) for row in kept]
-        return Held(states, tokens, texts, _cached(self.dodo, states))
+        return Held(states, tokens, texts, cached(self.dodo, states))
 
     def reply(self, held: Held, requests: Sequence[str], *, max_new_tokens: int, exactly: bool = False) -> list[str]:
         """One greedy reply per document, to its end or `exactly` so long."""
         asked = zip(held.what, requests, strict=True)
-        turns = [chat_turn(self.dodo.tokenizer, f"{document}\n{request}".strip()) for document, request in asked]
+        turns = [opening_turn(self.dodo.tokenizer, f"{document}\n{request}".strip()) for document, request in asked]
         return self._write(turns, max_new_tokens, exactly)
 
     def _write(self, prompts: Sequence[str], max_new_tokens: int, exactly: bool = False) -> list[str]:
@@ -288,8 +292,7 @@ class Whole:
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         ids, mask = pad_rows(rows, pad, left=True, device=dodo.device)
         asked = {"min_new_tokens": max_new_tokens} if exactly else {}
-        ends = {"eos_token_id": dodo.answer_ends} if dodo.answer_ends else {}
-        settings, rest = generation_settings(dodo.compressor, max_new_tokens, pad, asked | ends)
+        settings, rest = generation_settings(dodo.compressor, max_new_tokens, pad, asked | _ends(dodo))
         adapters = dodo.compressor.adapters
         with adapters.merged(adapter) if adapter else adapters.use(None):
             made = generated(dodo.compressor.base, {"input_ids": ids, "attention_mask": mask}, settings, rest)
@@ -323,13 +326,13 @@ class Summarized(Whole):
         tokens = [len(self.dodo.document_ids(text)) for text in documents]
         wanted = [math.ceil(len(text.split()) / self._share) for text in documents]
         asked = [SHORTEN.format(words=words, text=text) for words, text in zip(wanted, documents, strict=True)]
-        turns = [chat_turn(self.dodo.tokenizer, request) for request in asked]
+        turns = [opening_turn(self.dodo.tokenizer, request) for request in asked]
         rooms = [states_of(self.dodo, text, self._share) for text in documents]
         written = [own_ids(self.dodo, text.strip()) for text in self._write(turns, max(rooms))]
         kept = [ids[:room] for ids, room in zip(written, rooms, strict=True)]
         states = [len(ids) for ids in kept]
         summaries = [self.dodo.tokenizer.decode(ids, skip_special_tokens=True) for ids in kept]
-        return Held(states, tokens, summaries, _cached(self.dodo, states))
+        return Held(states, tokens, summaries, cached(self.dodo, states))
 
 
 class Tuned(Whole):

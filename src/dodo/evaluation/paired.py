@@ -62,10 +62,21 @@ def standard_error(values: np.ndarray, of: Sequence[int]) -> float:
 
 def _begin_alike(dodo: Record, other: Record, group: str) -> bool:
     """Whether the first items of the group are the same. Older records tell it of all groups together, or not at all."""
+    if _whole_from(dodo, group) != _whole_from(other, group):
+        return False
     one, two = (record["settings"].get("first items") for record in (dodo, other))
     if isinstance(one, dict) and isinstance(two, dict):
         return bool(one.get(group) == two.get(group))
     return type(one) is not type(two) or bool(one == two)
+
+
+def _whole_from(record: Record, group: str) -> int | None:
+    """Where in a text the group's segments begin to count, in tokens; None where that plays no part."""
+    settings = record["settings"]
+    if "whole histories from" not in settings:
+        return None
+    found: dict[str, int] = dict(zip(map("{} states".format, settings["states"]), settings["whole histories from"], strict=True))
+    return found.get(group)
 
 
 def _is_dodo(record: Record, records: Sequence[Record]) -> bool:
@@ -79,6 +90,6 @@ def _same(dodo: Record, other: Record) -> bool:
     one, two = dodo["settings"], other["settings"]
     names = ["data", "seed", "base fingerprint", *(["ratio"] if two["ratio"] is not None else [])]
     if "segment" in two:  # those of texts drawn from all over: others at another limit
-        names += ["segment", "limit", "keep_first", "whole histories from"]
+        names += ["segment", "limit", "keep_first"]
     names += ["share of whole tokens"] if two.get("share of whole tokens") is not None else []
     return all(one.get(name) == two.get(name) for name in names)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from dodo.errors import InputError
-from dodo.evaluation.methods import Held, Whole, states_of
+from dodo.evaluation.methods import Held, Whole, cached, states_of
 from dodo.evaluation.worker import Worker
 from dodo.model import Dodo
-from dodo.prompts import chat_turn
+from dodo.prompts import opening_turn
 
 __all__ = ["Peer", "Pressed", "Shortened", "around_document", "export_base", "find_python", "make_peer"]
 
@@ -69,7 +69,7 @@ class Shortened(Peer):
         texts = self._worker.ask("read", documents=list(documents), states=states)["texts"]
         held = [len(self.dodo.document_ids(text)) if text else 0 for text in texts]
         tokens = [len(self.dodo.document_ids(text)) for text in documents]
-        return Held(held, tokens, texts, [len(text.encode()) for text in texts])
+        return Held(held, tokens, texts, cached(self.dodo, held))
 
 
 class Pressed(Peer):
@@ -97,7 +97,7 @@ class Pressed(Peer):
         """
         _, after = around_document(self.dodo)
         prompts = [self._ids(f"\n{request}".rstrip() + after) for request in requests]
-        how = {"max_new_tokens": max_new_tokens, "exactly": exactly}
+        how = {"max_new_tokens": max_new_tokens, "ends": self.dodo.answer_ends, "exactly": exactly}
         made: list[str] = self._worker.ask("reply", held=held.what, prompts=prompts, **how)["texts"]
         return made
 
@@ -138,7 +138,7 @@ def around_document(dodo: Dodo) -> tuple[str, str]:
     Raises:
         InputError: the chat template does not show messages as they are.
     """
-    before, found, after = chat_turn(dodo.tokenizer, _MARK).partition(_MARK)
+    before, found, after = opening_turn(dodo.tokenizer, _MARK).partition(_MARK)
     if not found:
         raise InputError("the base's chat template does not show messages as they are, so nothing can be compressed inside one")
     return before, after

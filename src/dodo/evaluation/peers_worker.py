@@ -8,7 +8,7 @@ Requests are lines of JSON on standard input, and each is answered with a line o
     {"do": "read", "before": ids, "documents": [ids, ...], "states": [k, ...]}        {"states": [number, ...],
                                                                                        "bytes": [number, ...], "held": number}
     {"do": "reply", "held": number, "prompts": [ids, ...], "max_new_tokens": 64,
-     "exactly": false}                                                                {"texts": [text, ...]}
+     "ends": ids, "exactly": false}                                                   {"texts": [text, ...]}
 
     LLMLingua:
     {"do": "read", "documents": [text, ...], "states": [k, ...]}                      {"texts": [text, ...]}
@@ -31,6 +31,12 @@ from typing import Any
 __all__ = ["PRESSES", "Lingua", "Press", "main", "start"]
 
 PRESSES = ("expected-attention", "knorm", "kvzip", "snapkv", "streaming-llm", "tova")
+
+
+def _bytes_behind(layer: Any, first: int) -> int:
+    """Of a layer's keys and values, but for the first states, which stand before the document."""
+    size, states = layer.keys.nbytes + layer.values.nbytes, layer.keys.shape[2]
+    return int(size * (states - first) // states)
 
 
 class Press:
@@ -59,24 +65,25 @@ class Press:
         """Compress documents; those of the read before are forgotten."""
         self.caches, self.number = [], self.number + 1
         held = [self._compress(before, ids, k) for ids, k in zip(documents, states, strict=True)]
-        sizes = [sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) for cache, *_ in self.caches]
+        sizes = [sum(_bytes_behind(layer, len(before)) for layer in cache.layers) for cache, *_ in self.caches]
         return {"states": held, "bytes": sizes, "held": self.number}
 
-    def reply(self, *, held: int, prompts: list[list[int]], max_new_tokens: int, exactly: bool = False) -> dict[str, Any]:
-        """Go on after each document, greedily, all documents at once; `exactly` so many tokens, for measuring."""
+    def reply(
+        self, *, held: int, prompts: list[list[int]], max_new_tokens: int, ends: list[int], exactly: bool = False
+    ) -> dict[str, Any]:
+        """Go on after each document, greedily, all at once, to one of the `ends`, or `exactly` so far, for measuring."""
         import torch
 
         if held != self.number:
             raise ValueError("other documents have been read since; a worker holds those that it read last")
         with torch.no_grad():
-            written = self._write(prompts, max_new_tokens, stop=not exactly)
+            written = self._write(prompts, max_new_tokens, set() if exactly else set(ends))
         return {"texts": [str(self.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in written]}
 
-    def _write(self, prompts: list[list[int]], most: int, *, stop: bool) -> list[list[int]]:
+    def _write(self, prompts: list[list[int]], most: int, stops: set[int]) -> list[list[int]]:
         import torch
 
-        device, ends = self.model.device, self.model.generation_config.eos_token_id
-        stops = set(ends if isinstance(ends, list) else [ends]) if stop else set()
+        device = self.model.device
         caches, masked, lengths = zip(*self.caches, strict=True)
         fill = [max(cache.get_seq_length() for cache in caches) - cache.get_seq_length() for cache in caches]
         cache = _stacked(caches, fill)  # a copy: what is held stays as it is

@@ -24,6 +24,7 @@ from dodo.evaluation.peak import forget_peak, peak
 from dodo.evaluation.peers import Peer
 from dodo.evaluation.perplexity import STATES, Perplexity
 from dodo.evaluation.record import about_machine, commit, today, write_json
+from dodo.evaluation.scoring import check_installed
 from dodo.evaluation.tasks import OF_LENGTHS, TASKS, Item, Task, hash_of
 from dodo.model import Dodo
 from dodo.thresholds import Pace
@@ -78,11 +79,13 @@ def evaluate(
         progress: told the items done and the items in all.
 
     Raises:
-        InputError: no such task or method, data that is not of the task, or a record that is not to be replaced.
+        InputError: no such task or method, data that is not of the task, a record that is not to be replaced, or a package that
+            scoring needs is missing.
         WindowError: an item does not fit the base's window; it is named, and what was done before it is kept.
     """
     if task not in METHODS_OF:
         raise InputError(f"there is no task {task!r}; tasks are {', '.join(METHODS_OF)}")
+    check_installed()
     measuring: Any
     how: Any
     if task == Perplexity.name:
@@ -143,7 +146,7 @@ def evaluate(
     if not replace:
         _refuse_another(out, settings)
     part = out.with_suffix(".part.jsonl")
-    made, seconds = _done_before(part, settings)
+    made, seconds, before = _done_before(part, settings)
     if task in (Efficiency.name, OptimalSelection.name):  # an item takes minutes
         batch = 1
     _forget_peak(how, dodo)
@@ -156,7 +159,7 @@ def evaluate(
             for item, result in zip(some, _run(measuring, how, some), strict=True):
                 made[item.key] = result
             seconds += time.perf_counter() - start
-            _keep(part, settings, made, some, seconds)
+            _keep(part, settings, {item.key: made[item.key] for item in some}, seconds, _highest(before, _peak(how, dodo)))
         if progress is not None:
             progress(min(begin + batch, len(items)), len(items))
     record = {
@@ -168,7 +171,7 @@ def evaluate(
         "config": dataclasses.asdict(dodo.config),
         "measured": measuring.measure(items, made),
         "seconds": round(seconds, 1),
-        "peak memory, bytes": _peak(how, dodo),
+        "peak memory, bytes": _highest(before, _peak(how, dodo)),
         **about_machine(getattr(how, "versions", None)),
         "each": measuring.each(items, made),
         **({"each of": measuring.each_of(items, made)} if task == Perplexity.name else {}),
@@ -255,9 +258,14 @@ def _measuring(task: str, lengths: Sequence[int]) -> Task:
     return {**TASKS, **alone}[task]()
 
 
-def _done_before(part: Path, settings: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], float]:
+def _highest(*peaks: int | None) -> int | None:
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def _done_before(part: Path, settings: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], float, int | None]:
+    """What a stopped run made, its seconds, and the most memory that it held."""
     if not part.exists():
-        return {}, 0.0
+        return {}, 0.0, None
     text = part.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
     if whole != text:  # cut off while it was written: the whole lines before it count
@@ -265,7 +273,7 @@ def _done_before(part: Path, settings: dict[str, Any]) -> tuple[dict[str, dict[s
     lines = whole.splitlines()
     if not lines:
         part.unlink()
-        return {}, 0.0
+        return {}, 0.0, None
     try:
         before, *batches = map(json.loads, lines)
     except json.JSONDecodeError:
@@ -275,16 +283,17 @@ def _done_before(part: Path, settings: dict[str, Any]) -> tuple[dict[str, dict[s
     made: dict[str, dict[str, Any]] = {}
     for done in batches:
         made |= done["made"]
-    return made, batches[-1]["seconds"] if batches else 0.0
+    last: dict[str, Any] = batches[-1] if batches else {"seconds": 0.0}
+    return made, last["seconds"], last.get("peak")
 
 
-def _keep(part: Path, settings: dict[str, Any], made: dict[str, Any], some: Sequence[Item], seconds: float) -> None:
+def _keep(part: Path, settings: dict[str, Any], made: dict[str, Any], seconds: float, peak: int | None) -> None:
     part.parent.mkdir(parents=True, exist_ok=True)
     fresh = not part.exists()
     with open(part, "a", encoding="utf-8") as out:
         if fresh:
             out.write(json.dumps(settings) + "\n")
-        out.write(json.dumps({"made": {item.key: made[item.key] for item in some}, "seconds": seconds}) + "\n")
+        out.write(json.dumps({"made": made, "seconds": seconds, "peak": peak}) + "\n")
 
 
 def _example(item: Item, made: dict[str, Any]) -> dict[str, Any]:

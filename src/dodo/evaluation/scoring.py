@@ -1,6 +1,7 @@
 """From texts to numbers: what counts as an answer, how much of a text came back. Paper: Section 4, Appendix E."""
 
 import functools
+import importlib.util
 import math
 import re
 import statistics
@@ -8,7 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["contains_answer", "corpus_bleu", "normalized", "perplexity", "rouge", "sentence_bleu", "share_error", "share_rebuilt"]
+from dodo.errors import InputError
+
+__all__ = [
+    "check_installed",
+    "contains_answer",
+    "corpus_bleu",
+    "normalized",
+    "perplexity",
+    "rouge",
+    "sentence_bleu",
+    "share_error",
+    "share_rebuilt",
+]
 
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 _UPPER, _LOWER = ("".join(c for c in map(chr, range(0x3000)) if kind(c)) for kind in (str.isupper, str.islower))
@@ -20,6 +33,13 @@ KINDS: dict[str, str] = {
 }
 """Exact things of a text: numbers; capitalised words inside a sentence, neighbours together; years, and dates with a month
 in English."""
+
+
+def check_installed() -> None:
+    """Raise InputError, before anything is computed, if a package is missing that values are computed with."""
+    for name in ("sacrebleu", "rouge_score", "text_to_num"):
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"evaluating needs {name}: pip install 'dodo-lm[evaluate]'")
 
 
 def normalized(text: str) -> str:
