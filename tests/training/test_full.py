@@ -87,7 +87,7 @@ def test_the_language_models_of_table_1_learn_from_the_same_batches() -> None:
     """In all parts of the training: the paper trains all of them on the same data."""
     ids = np.random.default_rng(0).integers(2, 999, 40_000).astype(np.uint16)
     text = TextSource([Shard("text", Ragged(ids, np.arange(0, 40_001, 2000)))], bos=0, eos=1)
-    for part in ("", "-more", "-third"):
+    for part in ("", "-more", "-third", "-fourth"):
         seen = []
         for kind in ("autoregressive", "compressive", "full"):
             recipe = load_recipe(RECIPES / f"smollm2-135m-{kind}{part}.yaml")
