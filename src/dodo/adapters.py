@@ -287,26 +287,31 @@ class Adapters:
             (folder / name / "README.md").unlink(missing_ok=True)
         (folder / "README.md").unlink(missing_ok=True)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, *, both_from: AdapterName | None = None) -> None:
         """Read them back.
+
+        Args:
+            folder: see `save`.
+            both_from: the one of them that both are read from; None: each its own.
 
         Raises:
             InputError: a folder is missing, or its rank or targets are not the configured ones.
         """
         for name in (PHI, THETA):
+            place = folder / (both_from or name)
             for file in ("adapter_model.safetensors", "adapter_config.json"):
-                if not (folder / name / file).is_file():
-                    raise InputError(f"{folder} has no adapter {name}: there is no {name}/{file}")
+                if not (place / file).is_file():
+                    raise InputError(f"{folder} has no adapter {place.name}: there is no {place.name}/{file}")
             try:
                 with _without_chatter():
-                    self._check_settings(name, LoraConfig.from_pretrained(str(folder / name)))
-                    result = self.peft.load_adapter(str(folder / name), adapter_name=name, is_trainable=True)
+                    self._check_settings(name, LoraConfig.from_pretrained(str(place)))
+                    result = self.peft.load_adapter(str(place), adapter_name=name, is_trainable=True)
             except (RuntimeError, ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
                 first = (str(error).strip() or repr(error)).splitlines()[-1].strip()
-                raise InputError(f"{folder / name} is damaged, or does not fit this base and configuration: {first}") from error
+                raise InputError(f"{place} is damaged, or does not fit this base and configuration: {first}") from error
             missing = [key for key in getattr(result, "missing_keys", []) if f".{name}." in key]
             if missing:
-                raise InputError(f"{folder / name} lacks {len(missing)} weights, the first of them {missing[0]}")
+                raise InputError(f"{place} lacks {len(missing)} weights, the first of them {missing[0]}")
         self._matrices = {PHI: self._matrices_of(PHI), THETA: self._matrices_of(THETA)}
         self._switch(self.current)
         for parameter in self.parameters():

@@ -411,6 +411,24 @@ def test_a_run_may_start_from_the_scorer_alone(recipe_file: Path, tmp_path: Path
         assert torch.equal(p, (scorer[name] if name.startswith("scorer.") else q).float()), name
 
 
+def test_both_adapters_may_start_from_the_theta_of_another_run(recipe_file: Path, tmp_path: Path) -> None:
+    train(load_recipe(recipe_file, ["running.steps=2"]), tmp_path / "first", progress=False)
+    last = tmp_path / "first" / "last"
+    made = load_for_training(load_recipe(recipe_file, [f"start_theta={last}"]))
+    first, fresh = Dodo.from_pretrained(last), load_for_training(load_recipe(recipe_file, []))
+    theta = dict(first.compressor.adapters.named_parameters("theta"))
+    for name, p in made.compressor.adapters.named_parameters():
+        assert torch.equal(p, theta[name.replace(".phi.", ".theta.")].float()), name
+    for (name, p), (_, q) in zip(
+        made.compressor.scorer.named_parameters(), fresh.compressor.scorer.named_parameters(), strict=True
+    ):
+        assert torch.equal(p, q), name
+    with pytest.raises(InputError, match="start_theta: the adapters in .* have keep_first"):
+        load_for_training(load_recipe(recipe_file, [f"start_theta={last}", f"config.keep_first={not made.config.keep_first}"]))
+    with pytest.raises(InputError, match="nothing"):
+        load_for_training(load_recipe(recipe_file, [f"start_theta={tmp_path / 'nothing'}"]))
+
+
 def test_two_processes_equal_accumulation_in_one(recipe_file: Path, tmp_path: Path) -> None:
     settings = ["running.steps=3", "running.validate_every=3"]
     whole = train(load_recipe(recipe_file, [*settings, "running.accumulate=2"]), tmp_path / "one", progress=False)

@@ -262,6 +262,9 @@ class Recipe:
     """Folder of adapters and scorer to start from; None: fresh ones."""
     start_with: Literal["all", "scorer"] = "all"
     """What is taken from there. Paper: Section 2.2, the autoregressive LM's scorer starts from the compressor's."""
+    start_theta: str | None = None
+    """Folder of a trained Full, or other adapters, whose theta both adapters begin with: what is kept of a text is then first
+    read as its whole tokens are, by a theta that reads them well. Not from the paper."""
     config: DodoConfig = field(default_factory=DodoConfig)
     data: Data = field(default_factory=Data)
     mixture: Mixture = field(default_factory=Mixture)

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from dodo.adapter_files import load_scorer
+from dodo.adapters import THETA
 from dodo.base import computes_in
 from dodo.config import CONFIG_FILE, DodoConfig
 from dodo.data.batches import Batch, QuestionSource, TextSource, draw_skewed
@@ -161,7 +162,7 @@ def train(
 
 
 def load_for_training(recipe: Recipe) -> Dodo:
-    """The recipe's base in the dtype of the run, or quantised, with fp32 adapters: fresh ones, or those of `recipe.start`."""
+    """The recipe's base in the dtype of the run, or quantised, with fp32 adapters: fresh ones, or those that it starts from."""
     running = recipe.running
     dodo = Dodo.from_pretrained(
         recipe.base,
@@ -175,8 +176,12 @@ def load_for_training(recipe: Recipe) -> Dodo:
         load_scorer(dodo.compressor, Path(recipe.start))
         dodo.stamp()
     elif recipe.start is not None:
-        _check_start(recipe, dodo)
+        _check_start(recipe, dodo, "start", Path(recipe.start))
         dodo.load_adapters(recipe.start, ignore_config=True)  # of which `_check_start` has seen to what must agree
+    if recipe.start_theta is not None:
+        _check_start(recipe, dodo, "start_theta", Path(recipe.start_theta))
+        dodo.compressor.adapters.load(Path(recipe.start_theta), both_from=THETA)
+        dodo.stamp()
     _give_memory(recipe, dodo)
     if running.checkpoint_gradients:
         dodo.compressor.adapters.checkpoint_gradients()
@@ -186,16 +191,15 @@ def load_for_training(recipe: Recipe) -> Dodo:
     return dodo
 
 
-def _check_start(recipe: Recipe, dodo: Dodo) -> None:
+def _check_start(recipe: Recipe, dodo: Dodo, key: str, folder: Path) -> None:
     """Refuse adapters that were trained for another base, or to be used in another way."""
-    folder = Path(str(recipe.start))
     there = DodoConfig.load(folder / CONFIG_FILE)
     if there.base_fingerprint not in (None, dodo.config.base_fingerprint):
-        raise InputError(f"start: the adapters in {folder} were trained on another base ({there.base}), not on {recipe.base}")
+        raise InputError(f"{key}: the adapters in {folder} were trained on another base ({there.base}), not on {recipe.base}")
     for name in ("feature_layer", "keep_first", "positions"):
         one, two = getattr(there, name), getattr(recipe.config, name)
         if one != two:
-            raise InputError(f"start: the adapters in {folder} have {name}: {one}, the recipe has {two}")
+            raise InputError(f"{key}: the adapters in {folder} have {name}: {one}, the recipe has {two}")
 
 
 def _next_step(checkpoint: Path | None) -> int | None:
