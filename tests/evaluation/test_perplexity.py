@@ -405,7 +405,7 @@ def test_a_stopped_measurement_does_not_go_on_with_other_texts_of_the_same_name(
     with pytest.raises(InputError, match="other settings"):
         evaluate(dodo, "perplexity", method="top-k", sources=[str(tmp_path / "b" / "texts.jsonl")], **settings)
     one = evaluate(dodo, "perplexity", method="top-k", sources=[str(tmp_path / "a" / "texts.jsonl")], **settings)
-    with pytest.raises(InputError, match="is of a measurement with items"):
+    with pytest.raises(InputError, match="is of a measurement with other items; give"):
         evaluate(dodo, "perplexity", method="top-k", sources=[str(tmp_path / "b" / "texts.jsonl")], replace=False, **settings)
     other = evaluate(dodo, "perplexity", method="full", sources=[str(tmp_path / "b" / "texts.jsonl")], **settings)
     for record, method in ((one, "dodo"), (other, "full")):

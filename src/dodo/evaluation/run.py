@@ -219,10 +219,8 @@ def _refuse_another(out: Path, settings: dict[str, Any]) -> None:
     of_states = ("states", "segment", "share of whole tokens", "keep_first", "whole history at ratio")
     for name in (*of_model, *of_data, *of_states, "items"):
         if name in before and before[name] != settings.get(name):
-            one, two = before[name], settings.get(name)
-            raise InputError(
-                f"{out} is of a measurement with {name} {one}, not {two}; give this one a name of its own with --out"
-            )
+            told = "other items" if name == "items" else f"{name} {before[name]}, not {settings.get(name)}"
+            raise InputError(f"{out} is of a measurement with {told}; give this one a name of its own with --out")
 
 
 def _name_of(model: str) -> str | None:
