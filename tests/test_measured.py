@@ -37,11 +37,11 @@ METHODS = {
 }
 LANGUAGE_MODELS = {
     "Dodo, half of the states whole tokens (the paper's split)": "dodo",
-    "Dodo, 7/8 whole": "dodo-whole-0.875",
     "Dodo, 15/16 whole": "dodo-whole",
+    "Dodo, 31/32 whole": "dodo-whole-0.96875",
     "Compressive, trained alike, half": "compressive",
-    "Compressive, trained alike, 7/8": "compressive-whole-0.875",
     "Compressive, trained alike, 15/16": "compressive-whole",
+    "Compressive, trained alike, 31/32": "compressive-whole-0.96875",
     "Full, the base as it is": "full",
     "Full, trained alike": "theta",
 }
