@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,22 @@ class Made:
     def score(self, rows: Tensor, targets: Tensor, states: int) -> Scored:
         self.targets += targets.flatten().tolist()
         return Scored(1 + targets.float() / 100, torch.full((len(rows),), states))
+
+
+@contextmanager
+def stopped(monkeypatch: pytest.MonkeyPatch, *, behind: int) -> Iterator[None]:
+    """A measurement within it is interrupted when so many segments have been read."""
+    score, read = Selected.score, []
+
+    def until(self: Selected, *args: Any) -> Scored:
+        read.append(len(args[0]))
+        if sum(read) > behind:
+            raise KeyboardInterrupt
+        return score(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Selected, "score", until)
+        yield
 
 
 def task(dodo: Dodo, **settings: Any) -> Perplexity:
@@ -349,16 +367,7 @@ def test_a_stopped_measurement_does_not_go_on_with_other_thresholds(
     dodo: Dodo, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: dict[str, Any] = {"ratio": RATIO, "sources": [str(texts)], "states": [STATES], "segment": SEGMENT, "batch": 5}
-    score, calls = Selected.score, []
-
-    def stopped(self: Selected, *args: Any) -> Scored:
-        calls.append(len(args[0]))
-        if sum(calls) > 30:
-            raise KeyboardInterrupt
-        return score(self, *args)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Selected, "score", stopped)
+    with stopped(monkeypatch, behind=30):
         evaluate(dodo, "perplexity", method="dodo", out=tmp_path / "record.json", **settings)
     assert (tmp_path / "record.part.jsonl").is_file()
     before = dodo.thresholds
@@ -391,16 +400,7 @@ def test_a_stopped_measurement_does_not_go_on_with_other_texts_of_the_same_name(
     for folder, text in (("a", TEXT[:150]), ("b", TEXT[3:153])):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "texts.jsonl").write_text(json.dumps({"text": text}), encoding="utf-8")
-    score, calls = Selected.score, []
-
-    def stopped(self: Selected, *args: Any) -> Scored:
-        calls.append(len(args[0]))
-        if sum(calls) > 10:
-            raise KeyboardInterrupt
-        return score(self, *args)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Selected, "score", stopped)
+    with stopped(monkeypatch, behind=10):
         evaluate(dodo, "perplexity", method="top-k", sources=[str(tmp_path / "a" / "texts.jsonl")], **settings)
     with pytest.raises(InputError, match="other settings"):
         evaluate(dodo, "perplexity", method="top-k", sources=[str(tmp_path / "b" / "texts.jsonl")], **settings)

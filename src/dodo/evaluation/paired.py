@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Difference", "differences"]
+__all__ = ["Difference", "differences", "of_dodo"]
 
 Record = dict[str, Any]
 
@@ -30,10 +30,8 @@ def differences(records: Sequence[Record]) -> Iterator[Difference]:
         records: of one task. Those without values of single items (`each`) are passed over. Items are drawn in a fixed order, so
             that of two with different limits the first ones are the same.
     """
-    for other in records:
-        for dodo in records:
-            if other["settings"]["method"] == "dodo" or not _is_dodo(dodo, records) or not _same(dodo, other):
-                continue
+    for other in (record for record in records if record["settings"]["method"] != "dodo"):
+        for dodo in (record for record in of_dodo(records) if _same(record, other)):
             for group, theirs in (other.get("each") or {}).items():
                 ours = (dodo.get("each") or {}).get(group, [])
                 n = min(len(ours), len(theirs))
@@ -41,6 +39,12 @@ def differences(records: Sequence[Record]) -> Iterator[Difference]:
                     less = np.array(ours[:n]) - np.array(theirs[:n])
                     of = (dodo.get("each of") or {}).get(group, range(n))[:n]
                     yield Difference(dodo, other, group, n, float(less.mean()), standard_error(less, of))
+
+
+def of_dodo(records: Sequence[Record]) -> list[Record]:
+    """Dodo's records: those of trained adapters, or those of fresh ones where there are no others."""
+    mine = [record for record in records if record["settings"]["method"] == "dodo"]
+    return [record for record in mine if record["settings"].get("adapters") == "trained"] or mine
 
 
 def standard_error(values: np.ndarray, of: Sequence[int]) -> float:
@@ -77,13 +81,6 @@ def _whole_from(record: Record, group: str) -> int | None:
         return None
     found: dict[str, int] = dict(zip(map("{} states".format, settings["states"]), settings["whole histories from"], strict=True))
     return found.get(group)
-
-
-def _is_dodo(record: Record, records: Sequence[Record]) -> bool:
-    """Dodo with fresh adapters is another method, where there are trained ones."""
-    mine = [r["settings"] for r in records if r["settings"]["method"] == "dodo"]
-    best = "trained" if any(s.get("adapters") == "trained" for s in mine) else record["settings"].get("adapters")
-    return bool(record["settings"]["method"] == "dodo" and record["settings"].get("adapters") == best)
 
 
 def _same(dodo: Record, other: Record) -> bool:
