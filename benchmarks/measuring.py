@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dodo.evaluation.record import about_machine, commit, today, write_json
+from dodo.evaluation.record import about_machine, commit, short_commit, today, write_json
 
 ROOT = Path(__file__).parent.parent
 
@@ -81,7 +81,7 @@ def write_page() -> Path:
         lines += [
             f"## {record['name']}",
             "",
-            f"{record['date']}, commit {record['commit'][:12]}, {hardware}; {versions}.",
+            f"{record['date']}, commit {short_commit(record['commit'], 12)}, {hardware}; {versions}.",
             "",
             f"{settings}.",
             "",

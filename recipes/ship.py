@@ -21,6 +21,7 @@ import yaml
 from dodo import Dodo
 from dodo.adapter_files import SHIPPED
 from dodo.config import DodoConfig
+from dodo.evaluation.record import short_commit
 from dodo.evaluation.report import method_of
 
 LIMIT = 25_000_000
@@ -154,11 +155,14 @@ def _write_log(parts: list[Part], out: Path) -> None:
             writer.writerows((part.name, step, name, f"{value:.7g}") for step, name, value in part.log)
 
 
-def _runs(config: DodoConfig, last: dict) -> str:
-    """Whether the setting `runs` is on, which can be changed without training."""
+def _runs(config: DodoConfig, learned: list[dict]) -> str:
+    """Whether the setting `runs` is on, which can be changed without training, and how many of the sets learned with it."""
     if not config.runs:
         return ""
-    return ", for the text by runs" + ("" if last["config"].get("runs") else " (set after training)")
+    with_it = sum(bool(recipe["config"].get("runs")) for recipe in learned)
+    if with_it == len(learned):
+        return ", for the text by runs"
+    return ", for the text by runs" + (f" ({with_it} of {len(learned)} parts learned so)" if with_it else " (set after training)")
 
 
 def _averaging(average: list[dict]) -> str:
@@ -170,9 +174,8 @@ def _card(dodo: Dodo, parts: list[Part], records: list[dict], hardware: str, ave
     config = dodo.config
     low, high = config.trained_ratios or (1, 1)
     ran = [yaml.safe_load(part.recipe) for part in parts]
-    configured = dict(zip((part.name for part in parts), ran, strict=True)).get(
-        Path(average[-1]["set"]).parent.name if average else "", ran[-1]
-    )
+    of_part = dict(zip((part.name for part in parts), ran, strict=True))
+    learned = [of_part[name] for one in average if (name := Path(one["set"]).parent.name) in of_part] or [ran[-1]]
     kind = LANGUAGE_MODEL if ran[-1]["mixture"]["autoregressive"] else COMPRESSOR
     questions = ", and SQuAD v1.1 train" if any(recipe["mixture"]["question"] for recipe in ran) else ""
     lines = [
@@ -182,7 +185,7 @@ def _card(dodo: Dodo, parts: list[Part], records: list[dict], hardware: str, ave
         "",
         f"- base: {config.base}, weights {config.base_fingerprint}; adapter {dodo.fingerprint.adapter}",
         f"- LoRA rank {config.encoder.rank} on {config.encoder.targets}",
-        f"- selection: {config.selection}{_runs(config, configured)}; positions: {config.positions}",
+        f"- selection: {config.selection}{_runs(config, learned)}; positions: {config.positions}",
         f"- ratios drawn in training: {low:g} to {high:g}",
         *([f"- LoRA matrices: the average of what {len(average)} parts came to (below)"] if average else []),
         f"- trained on {hardware}",
@@ -258,7 +261,7 @@ def _measured(records: list[dict]) -> list[str]:
             score = f"{name} {values[name]:.{digits}f} | {'' if values[error] is None else f'{values[error]:.{digits}f}'}"
             ratio = "" if settings["ratio"] is None else f"{settings['ratio']:g}"
             where = f"{settings['task']} | {', '.join(settings['data'])} | {group} | {method_of(settings)} | {ratio}"
-            lines.append(f"| {where} | {values[count]:,} | {score} | {str(record['commit'])[:12]} |")
+            lines.append(f"| {where} | {values[count]:,} | {score} | {short_commit(record['commit'], 12)} |")
     return lines
 
 

@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
-from dodo.cli import VERBS
+from dodo.cli import VERBS, dodo
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/*.md")])
@@ -24,6 +25,19 @@ def test_commands_targets_and_links_exist(page: Path) -> None:
         assert f"\n{''.join(target)}:" in targets, target
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert link.startswith("http") or (page.parent / link).exists(), link
+
+
+def test_options_of_commands_in_blocks_exist() -> None:
+    parsed = 0
+    for page in [*PAGES, ROOT / "src/dodo/weights/smollm2-135m/README.md"]:
+        for block in re.findall(r"```(?:sh|bash|console)?\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                for command in re.findall(r"(?:^|-m |[|;] *)dodo ([^|;>]+)", line.strip()):
+                    verb, *arguments = shlex.split(command, comments=True)
+                    known = dodo.get_command(click.Context(dodo), verb)
+                    known.make_parser(click.Context(known)).parse_args(arguments)  # NoSuchOption; values are not looked at
+                    parsed += 1
+    assert parsed > 30
 
 
 @pytest.mark.parametrize("page", ["paper-map.md", "faults.md"])

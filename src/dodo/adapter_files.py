@@ -32,7 +32,7 @@ __all__ = ["SHIPPED", "find", "load", "load_scorer", "load_thresholds", "save", 
 SCORER_FILE = "scorer.safetensors"
 MEMORY_FILE = "memory.safetensors"
 SHIPPED = Path(__file__).parent / "weights"
-"""Trained adapters that come with the package, one folder per base alias."""
+"""Trained adapters that come with the package, one folder for each name they ship under."""
 
 
 def find(name: str, revision: str | None = None) -> Path | None:

@@ -1,4 +1,4 @@
-"""LoRA phi (encoder) and theta (decoder) on one frozen base: the only file that imports PEFT.
+"""LoRA phi (encoder) and theta (decoder) on one frozen base: with training.fused the only file that imports PEFT.
 
 Paper: Section 2.3 ("we assign separate parameters to the encoder and decoder"), Section 3 (two LoRA adapters, disabled for the
 scorer's features).

@@ -153,7 +153,7 @@ class Compressor(nn.Module):
             scores: fp32 [B, T], takes the place of the scorer's.
             select_by: fp32 [B, T], the tokens with the highest of these are kept, whatever the scores, which still get the
                 straight-through term: controls, given selections.
-            segment: tokens encoded at a time; None: as many as the window holds.
+            segment: tokens encoded at a time; None: all, or, where they don't fit the window, half of it.
             start: position of the first token.
 
         Returns:

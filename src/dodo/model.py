@@ -119,7 +119,7 @@ class Dodo:
             name: a folder or hub id with a `dodo_config.json`, or a base: alias, folder, `.gguf` file or hub id.
             base: load this base instead of the one that the adapters name.
             config: settings of fresh adapters.
-            fresh: leave out the trained adapters that ship for an alias.
+            fresh: leave out the trained adapters that ship for a base's alias.
             ignore_fingerprint: use adapters although the base's weights are not those they were trained on.
             revision: of a hub id.
             loading: dtype, device, quantization, attn_implementation, allow_untested, progress; see `load_base`.
@@ -753,7 +753,7 @@ class Dodo:
             self.stamp()
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None, card: str | None = None) -> None:
-        """Write adapters, scorer, soft token, thresholds, the whole configuration and a model card; not the base.
+        """Write adapters, scorer, soft token, memory tokens, thresholds, the whole configuration and a model card; not the base.
 
         Args:
             folder: made if it is not there.
@@ -761,7 +761,8 @@ class Dodo:
             card: text of the model card (README.md); None writes a short one.
 
         Raises:
-            InputError: the folder can't be written; what was complete in it is unchanged or replaced whole.
+            InputError: the folder can't be written, or what learns is not finite. A set that was there
+                is unchanged, replaced whole, or, where replacing it broke off, refused from then on.
         """
         adapter_files.save(self.compressor, Path(folder), dtype=dtype, card=card, thresholds=self.thresholds)
 

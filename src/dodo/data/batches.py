@@ -168,7 +168,7 @@ class TextSource:
     def continuation(
         self, count: int, length: int, following: int, ratio: float, rng: np.random.Generator, *, distil: bool = False
     ) -> Batch:
-        """Texts to be continued: the decoder reads on from token n; its first token is given. Paper: Section 4."""
+        """Texts to be continued: the decoder reads on from token n; its first token is given. Paper: Section 6 (zero-shot)."""
         text = self.windows(count, length + following, rng)
         after = torch.from_numpy(text[:, length:])
         documents = self._documents(text[:, :length])

@@ -66,8 +66,8 @@ def read_records(source: str, *, fields: Sequence[str] | None = None) -> Iterato
     """Records of one file or dataset, in order.
 
     Args:
-        source: `*.jsonl`, `*.jsonl.xz`, `*.jsonl.gz`, `*.json` (a list of records, or SQuAD's own form), `*.txt` or `*.md` (one
-            record with `text`), `*.parquet`, or `hf:owner/name[:config][@split]`, streamed.
+        source: `*.jsonl`, `*.jsonl.xz`, `*.jsonl.gz`, `*.json` (a list of records, or SQuAD's own form), `*.txt`, `*.md`
+            or `*.tokens` (one record with `text`), `*.parquet`, or `hf:owner/name[:config][@split]`, streamed.
         fields: of a parquet file, if it has them, no others are read.
 
     Raises:
@@ -131,7 +131,7 @@ def read_each(path: Path, *, fields: Sequence[str] | None = None) -> Iterator[Re
     elif name.endswith(".json"):
         yield from _read_json(path)
     else:
-        raise InputError(f"{path}: data files end in .jsonl, .jsonl.xz, .jsonl.gz, .json, .txt, .md or .parquet")
+        raise InputError(f"{path}: data files end in .jsonl, .jsonl.xz, .jsonl.gz, .json, .txt, .md, .tokens or .parquet")
 
 
 def decode_text(data: bytes, shown: str) -> str:

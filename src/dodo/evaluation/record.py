@@ -10,7 +10,7 @@ from typing import Any
 
 from dodo.files import write_whole
 
-__all__ = ["about_machine", "commit", "today", "write_json"]
+__all__ = ["about_machine", "commit", "short_commit", "today", "write_json"]
 
 PACKAGES = (
     *("dodo-lm", "torch", "transformers", "tokenizers", "peft", "safetensors", "numpy"),
@@ -49,6 +49,11 @@ def commit() -> str | None:
     if not head or git("ls-files", "--error-unmatch", __file__) is None:
         return None
     return head + ("+changes" if git("status", "--porcelain", "-uno", "--", *_CODE) else "")
+
+
+def short_commit(commit: str | None, digits: int = 7) -> str:
+    """A commit as pages show it: its first digits, and + if there were changes that were not committed; "" for None."""
+    return commit[:digits] + "+" * commit.endswith("+changes") if commit else ""
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from dodo.errors import InputError
 from dodo.evaluation.paired import differences, of_dodo
+from dodo.evaluation.record import short_commit
 
 __all__ = ["Section", "method_of", "read_harness", "read_results", "write_figures", "write_report"]
 
@@ -265,7 +266,7 @@ def write_report(
         harness: see `read_harness`.
     """
     lines = ["# Results", "", "Written by `dodo report` out of the records of `dodo evaluate`. ± is one standard error.", ""]
-    if any(_commit_of(record).endswith("+") for records in results.values() for record in records):
+    if any(short_commit(record["commit"]).endswith("+") for records in results.values() for record in records):
         lines[2] += " A commit with + had changes that were not committed."
     for task, records in results.items():
         section = SECTIONS[task]
@@ -312,11 +313,6 @@ def _of_harness(found: dict[str, Record] | None) -> list[str]:
     return ["## lm-evaluation-harness", "", *_rows(head, rows), "", "Dodo as its model; beyond the paper.", ""]
 
 
-def _commit_of(record: Record) -> str:
-    commit = str(record["commit"])
-    return commit[:7] + "+" * commit.endswith("+changes")
-
-
 def _table(section: Section, records: Sequence[Record]) -> list[str]:
     rows = []
     for record in records:
@@ -332,7 +328,7 @@ def _table(section: Section, records: Sequence[Record]) -> list[str]:
             held = "" if states is None else f"{states:.1f}"
             base = " ".join(filter(None, (settings["base"], settings.get("dtype"))))
             machine = [_machine_of(record)] if section.machine else []
-            rows.append((*where, group, str(count), held, *shown, base, made_with, *machine, _commit_of(record)))
+            rows.append((*where, group, str(count), held, *shown, base, made_with, *machine, short_commit(record["commit"])))
     last = (*(["machine"] if section.machine else []), "commit")
     return _rows(("method", "ratio", "data", "group", "n", "states", *section.columns, "base", "adapters", *last), rows)
 

@@ -1,6 +1,6 @@
 """From a recipe to its batches and ways of selecting, each a function of the step only.
 
-Paper: Section 4 (which objectives at what lengths); the mixture and the handover are beyond it.
+Paper: Sections 4 and 6 (which objectives at what lengths); the mixture and the handover are beyond it.
 """
 
 import dataclasses

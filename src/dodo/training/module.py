@@ -36,7 +36,7 @@ class NanLossError(DodoError):
 
 def rate_at(step: int, settings: Optimizer, steps: int) -> float:
     """Factor on the learning rates at a step of a run of `steps`: linear warm-up, then half a cosine down to the floor (Paper:
-    Section 3), or the full rate and at the end a line down."""
+    Appendix B), or the full rate and at the end a line down."""
     if step < settings.warmup:
         return (step + 1) / settings.warmup
     if settings.shape == "constant":

@@ -1,7 +1,7 @@
 """What is minimised: the decoder's loss given nuggets, for each kind of batch.
 
 Paper: Section 2.2 (Eq. 11, the autoregressive LM), Section 2.4 (Eq. 17, 18 through `Compressor.decode`), Section 4 (autoencoding
-with the soft token, continuation), Section 6 (fine-tuning on document, question, answer). Recall, and distillation to the same
+with the soft token), Section 6 (continuation; fine-tuning on document, question, answer). Recall, and distillation to the same
 base reading everything, are beyond the paper.
 
 Shapes: B texts, T document tokens, M decoder tokens, N tokens with a loss, V vocabulary, D width.

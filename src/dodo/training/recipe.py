@@ -49,11 +49,15 @@ class Mixture:
     """What a batch is. Weights are relative."""
 
     autoencoding: float = 1.0
+    """Texts to be rebuilt. Paper: Section 4."""
     recall: float = 0.0
     """Beyond the paper: some of a text from anywhere within it, given the few tokens before."""
     continuation: float = 0.0
+    """A text's next tokens, given what is before them as nuggets. Paper: Section 6, zero-shot."""
     question: float = 0.0
+    """Answers to questions about a document. Paper: Section 6, fine-tuning."""
     distillation: float = 0.0
+    """Continuations, towards what the base itself, reading everything, expects. Beyond the paper."""
     autoregressive: float = 0.0
     """Eq. 11; the adapters become those of an autoregressive LM, and are saved with thresholds."""
     ratio: Draw = Draw(10.0, 10.0, 10.0)
@@ -73,14 +77,18 @@ class Mixture:
     segment: int = 64
     """Tokens that share a splitting index."""
     questions_per_document: int = 2
+    """At most; drawn from those that a document has."""
     among: Draw | None = None
     """Tokens of a document with questions, drawn per batch: paragraphs one after the other up to so many, with questions about
     any of them, so that an answer has to be found; at least one, however long. None: one. Beyond the paper."""
     question_scale: float = 1.0
     """Factor on the loss of question batches: they have few tokens with a loss, so their gradient is noisy."""
     continuation_scale: float = 1.0
+    """Likewise of continuations."""
     kl_forward: float = 1.0
+    """Weight of KL(base, decoder) in distillation."""
     kl_reverse: float = 0.0
+    """Weight of KL(decoder, base)."""
     ratio_from: float | None = None
     """Schedule: draws are capped at this ratio at first, and the cap rises to the whole range over `ratio_steps` steps."""
     ratio_steps: int = 0
@@ -151,6 +159,7 @@ class Memory:
     lesson: int = 0
     """Steps before the first in which they learn to give each token's embedding back (`lessons.py`). Beyond the paper."""
     lesson_lr: float = 3e-3
+    """Of that lesson alone."""
 
     def __post_init__(self) -> None:
         _at_least("memory", self, 1, "tokens")
@@ -161,11 +170,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW, cosine with warm-up. Paper: Section 3."""
+    """AdamW, cosine with warm-up. Paper: Appendix B."""
 
     lr: float = 1e-4
     """Of LoRA, soft token and memory tokens."""
     scorer_lr: float = 1e-4
+    """Of the scorer."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-5
     weight_decay: float = 0.0
@@ -209,8 +219,11 @@ class Running:
     quantization: Literal["4bit", "8bit"] | None = None
     """Of the frozen base, through bitsandbytes (an extra), as by QLoRA. Not with fsdp or DeepSpeed."""
     attention: Literal["eager", "sdpa"] = "sdpa"
+    """transformers' attention of the base."""
     fused: bool = True
+    """LoRA layers and the loss compute with fewer copies (`fused.py`); the same numbers."""
     checkpoint_gradients: bool = False
+    """Layers are computed again in the backward pass: less memory, more time; the same gradients."""
     devices: int = 1
     """Of each machine."""
     nodes: int = 1
@@ -220,11 +233,15 @@ class Running:
     is DDP for what learns. DeepSpeed is an extra; it clips adapters and scorer by one norm, and its stage 3, which splits all
     parameters, is refused: the loss reads the output matrix outside of the base's own forward pass."""
     accelerator: str = "auto"
+    """Lightning's: auto, cpu, gpu, mps."""
     validate_every: int = 500
     """Steps between validations."""
     validation_texts: int = 16
+    """Of each length, the same at every validation."""
     validation_lengths: tuple[int, ...] = (64, 128)
+    """Tokens."""
     validation_ratios: tuple[float, ...] = (5.0, 10.0)
+    """What is best is best by the mean over all lengths and ratios."""
     reconstruct: int = 4
     """Validation texts that are rebuilt greedily for BLEU, at the first length and ratio; 0: none."""
     save_every: int = 100
