@@ -20,7 +20,7 @@ from dodo.architecture import check_supported
 from dodo.errors import DodoError, InputError
 from dodo.pull import BASES, Progress, gives_back, pull
 
-__all__ = ["LoadedBase", "Quantization", "computes_in", "held_in", "load_base"]
+__all__ = ["LoadedBase", "Quantization", "computes_in", "held_in", "load_base", "load_tokenizer"]
 
 Quantization = Literal["4bit", "8bit"]
 SLOWER = 1.3
@@ -98,24 +98,52 @@ def load_base(
                 model = model.float()
         else:
             _keep_differentiable(model)
-        tokenizer = AutoTokenizer.from_pretrained(source, **where)
-        if "gguf_file" in where and not gives_back(tokenizer):
-            raise InputError(
-                f"{str(name)!r}: transformers reads its tokenizer wrongly; take a later one, or the model as a folder"
-            )
+        tokenizer = _tokenizer(name, source, where)
     except DodoError:
         raise
     except Exception as error:  # transformers raises whatever a broken file makes it stumble over
         if "scaled_dot_product_attention" in str(error):
             wanted = "attn_implementation='eager'; in a recipe, running.attention: eager"
             raise InputError(f"the base {str(name)!r} has no attention backend {attn_implementation!r}; take {wanted}") from None
-        first = " ".join((str(error).strip() or repr(error)).split())
-        first = first if len(first) <= LONGEST else f"{first[:LONGEST]} ..."
-        hint = "" if "/" in str(name) else f" (known aliases: {', '.join(BASES)})"
-        raise InputError(f"could not load a base model from {str(name)!r}{hint}: {first}") from error
+        raise _unreadable(name, "base model", error) from error
     local = Path(source).is_dir() and str(name) not in BASES
     known_as = str(Path(name).expanduser().absolute()) if local else str(name)
     return LoadedBase(model.eval(), tokenizer, _fingerprint(source, where, model), known_as)
+
+
+def load_tokenizer(
+    name: str | Path, *, revision: str | None = None, progress: Progress = lambda what, done, total: None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a base alone; of a hub id or a folder its weights are neither fetched nor read.
+
+    Args:
+        name, revision, progress: as for `load_base`.
+
+    Raises:
+        InputError: there is no such tokenizer, or it can't be read.
+        DownloadError: an alias could not be fetched.
+    """
+    source, where = _locate(str(name), revision, progress)
+    try:
+        return _tokenizer(name, source, where | {"trust_remote_code": False})
+    except DodoError:
+        raise
+    except Exception as error:
+        raise _unreadable(name, "tokenizer", error) from error
+
+
+def _tokenizer(name: str | Path, source: str, where: dict[str, Any]) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **where)
+    if "gguf_file" in where and not gives_back(tokenizer):
+        raise InputError(f"{str(name)!r}: transformers reads its tokenizer wrongly; take a later one, or the model as a folder")
+    return tokenizer
+
+
+def _unreadable(name: str | Path, what: str, error: Exception) -> InputError:
+    first = " ".join((str(error).strip() or repr(error)).split())
+    first = first if len(first) <= LONGEST else f"{first[:LONGEST]} ..."
+    hint = "" if "/" in str(name) else f" (known aliases: {', '.join(BASES)})"
+    return InputError(f"could not load a {what} from {str(name)!r}{hint}: {first}")
 
 
 def computes_in(dtype: torch.dtype, device: torch.device | str) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -139,6 +140,21 @@ def test_a_shard_is_not_replaced_unasked(run, tmp_path, models):
     assert (refused.exit_code, out.stat().st_mtime_ns) == (2, before.st_mtime_ns)
     assert "--force" in refused.stderr
     assert run(*command, "--force").exit_code == 0
+
+
+def test_data_is_prepared_by_a_bases_tokenizer_without_its_weights(run, tmp_path, models):
+    source, bare = tmp_path / "a.jsonl", tmp_path / "bare"
+    source.write_text(json.dumps({"text": "the dodo " * 20}), encoding="utf-8")
+    shutil.copytree(models.base, bare, ignore=shutil.ignore_patterns("*.safetensors*"))
+    shards = []
+    for name, model in (("whole", models.base), ("bare", bare)):
+        assert run("prepare-data", source, "-o", tmp_path / f"{name}.safetensors", "--model", model).exit_code == 0
+        shards.append((tmp_path / f"{name}.safetensors").read_bytes())
+    assert shards[0] == shards[1]
+    (bare / "tokenizer.json").write_text("no tokenizer")
+    refused = run("prepare-data", source, "-o", tmp_path / "b.safetensors", "--model", bare)
+    assert (refused.exit_code, len(refused.stderr.splitlines())) == (1, 1)
+    assert "could not load a tokenizer from" in refused.stderr
 
 
 def _umask() -> int:

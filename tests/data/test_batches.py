@@ -55,6 +55,14 @@ def test_a_dataset_is_streamed_by_its_name_and_split(tmp_path):
         list(read_records(f"hf:{tmp_path / 'nowhere'}"))
 
 
+def test_a_name_with_brackets_is_a_name_if_there_is_such_a_file(tmp_path):
+    (tmp_path / "a[1].txt").write_text("x")
+    (tmp_path / "a1.txt").write_text("y")
+    assert resolve([f"{tmp_path}/a[1].txt"]) == [f"{tmp_path}/a[1].txt"]
+    (tmp_path / "a[1].txt").unlink()
+    assert resolve([f"{tmp_path}/a[1].txt"]) == [f"{tmp_path}/a1.txt"]
+
+
 def test_squads_own_files_and_lists_are_read_from_json(tmp_path):
     asked = [
         {

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +15,13 @@ import yaml
 
 from dodo.data.batches import Batch, Draw, QuestionSource
 from dodo.data.shards import Ragged, Shard, prepare, read_shard
-from dodo.errors import InputError
+from dodo.errors import DodoWarning, InputError
 from dodo.model import Dodo
 from dodo.training import in_place
 from dodo.training.callbacks import Checkpoints, Validation, _forget_later_rows, _forget_later_samples
 from dodo.training.in_place import put_in_place, recover
 from dodo.training.mixture import BatchMaker
-from dodo.training.module import TrainingModule
+from dodo.training.module import TrainingModule, rate_at
 from dodo.training.objectives import batch_loss
 from dodo.training.recipe import Mixture, Running, load_recipe
 from dodo.training.run import load_for_training, train
@@ -228,6 +230,7 @@ def test_documents_begin_in_training_as_they_do_in_use(recipe_file: Path, tmp_pa
     ("settings", "message"),
     [
         (["running.validation_lengths=[240]"], r"no held-out text has 240 tokens"),
+        (["running.validation_lengths=[12, 240]"], r"no held-out text has 240 tokens"),
         (["running.validation_lengths=[300]"], r"running.validation_lengths needs up to 603 positions"),
         (["data.validation=[]", "running.patience=2"], r"running.patience needs something to be validated by"),
     ],
@@ -240,6 +243,88 @@ def test_a_validation_that_can_not_be_is_refused_before_the_first_step(
 ) -> None:
     with pytest.raises(InputError, match=message):
         train(load_recipe(recipe_file, settings), tmp_path / "run", progress=False)
+
+
+def test_a_continuation_is_validated_where_something_is_behind_its_text(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    longest = open_sources(recipe := load_recipe(recipe_file), load_for_training(recipe), tmp_path)[0].longest
+    settings = ["mixture.autoencoding=0", "mixture.continuation=1", "mixture.context={low: 8, mode: 12, high: 16}"]
+    for length, said in ((longest - 2, None), (longest - 1, f"no held-out text has {longest - 1} tokens and 2 to go on with")):
+        recipe = load_recipe(recipe_file, [*settings, f"running.validation_lengths=[{length}]", "mixture.following=8"])
+        with pytest.raises(InputError, match=said) if said else nullcontext():
+            open_sources(recipe, load_for_training(recipe), tmp_path)
+
+
+def test_recall_is_validated_by_itself_where_nothing_is_rebuilt(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    for weights, expected in (("0", {"recall"}), ("1", {"autoencoding"})):
+        recipe = load_recipe(recipe_file, [f"mixture.autoencoding={weights}", "mixture.recall=1"])
+        checks = open_sources(recipe, load_for_training(recipe), tmp_path)[2]
+        assert {batch.objective for batch in checks.values()} == expected
+
+
+def test_draws_longer_than_documents_are_get_a_warning(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811
+    dodo = load_for_training(load_recipe(recipe_file))
+    with pytest.warns(DodoWarning, match=r"mixture.length: up to 400 tokens are to be drawn, but only a tenth of all tokens"):
+        open_sources(load_recipe(recipe_file, ["mixture.length={low: 8, mode: 12, high: 400}"]), dodo, tmp_path)
+
+
+def test_data_is_what_its_name_and_kind_say(recipe_file: Path, questions: str, tmp_path: Path) -> None:  # noqa: F811
+    dodo = load_for_training(load_recipe(recipe_file))
+    bracketed = tmp_path / "text[1].jsonl"
+    bracketed.write_bytes((tmp_path / "text.jsonl").read_bytes())
+    for name in ("one", "two"):
+        prepare([str(bracketed)], tmp_path / "shards" / f"{name}.safetensors", dodo.tokenizer)
+    one, _, _ = open_sources(load_recipe(recipe_file, [f"data.text=['{bracketed}']"]), dodo, tmp_path)
+    both, _, _ = open_sources(load_recipe(recipe_file, [f"data.text=['{tmp_path}/shards/*.safetensors']"]), dodo, tmp_path)
+    assert both._ends[-1] == 2 * one._ends[-1]
+    asked = tmp_path / "asked.safetensors"
+    prepare([questions], asked, dodo.tokenizer, kind="question")
+    with pytest.raises(InputError, match=r"asked.safetensors is a shard of kind question, not text"):
+        open_sources(load_recipe(recipe_file, [f"data.text=['{asked}']"]), dodo, tmp_path)
+    with pytest.raises(InputError, match=r"shards can't be read: Is a directory"):
+        open_sources(load_recipe(recipe_file, [f"data.text=['{tmp_path / 'shards'}']"]), dodo, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["optimizer.shape=constant", "optimizer.period=150000"], "after the warm-up the rate is at most 0.0% of optimizer.lr"),
+        (["optimizer.shape=constant", "optimizer.period=14"], "after the warm-up the rate is at most 42.9% of optimizer.lr"),
+        (["optimizer.shape=constant", "optimizer.period=12"], None),
+        (["optimizer.period=7"], "the rate is 0 from step 7 on"),
+        (["optimizer.period=7", "optimizer.floor=0.1"], None),
+    ],
+)
+def test_a_rate_for_another_number_of_steps_gets_a_warning(
+    recipe_file: Path,  # noqa: F811
+    tmp_path: Path,
+    settings: list[str],
+    said: str | None,
+) -> None:
+    with pytest.warns(DodoWarning, match=said) if said else nullcontext():
+        train(load_recipe(recipe_file, settings), tmp_path / "run", progress=False)
+
+
+def test_the_log_has_the_rates_of_its_last_step_and_the_speed_of_steps(
+    recipe_file: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured = Validation._measured
+
+    def slow(*arguments: Any) -> dict[str, float]:
+        time.sleep(1.5)
+        return measured(*arguments)
+
+    monkeypatch.setattr(Validation, "_measured", slow)
+    recipe = load_recipe(recipe_file, ["running.validate_every=1"])
+    began = time.perf_counter()
+    result = train(recipe, tmp_path / "run", progress=False)
+    seconds = time.perf_counter() - began
+    rows = [line.split(",") for line in (tmp_path / "run" / "train.csv").read_text().splitlines()]
+    last = {name: float(value) for step, name, value in rows if step == "8"}
+    factor = rate_at(7, recipe.optimizer, 8)
+    assert (last["lr"], last["lr/scorer"]) == (pytest.approx(1e-2 * factor, rel=1e-4), pytest.approx(1e-3 * factor, rel=1e-4))
+    assert last["tokens_per_second"] > result.tokens / (seconds - 8)  # eight of twelve for validations
 
 
 def test_a_validation_without_a_number_is_not_the_best(
@@ -376,12 +461,15 @@ def test_adapters_of_another_use_or_base_are_no_start(recipe_file: Path, tmp_pat
     for setting, name in (("config.feature_layer=1", "feature_layer: 2"), ("config.keep_first=false", "keep_first: True")):
         with pytest.raises(InputError, match=f"the adapters in .* have {name}, the recipe has"):
             load_for_training(load_recipe(recipe_file, [start, setting]))
+    with pytest.raises(InputError, match="the adapters in .* have feature_layer: 2, the recipe has 1"):
+        load_for_training(load_recipe(recipe_file, [start, "start_with=scorer", "config.feature_layer=1"]))
     with pytest.raises(InputError, match=r"dodo_config.json"):
         load_for_training(load_recipe(recipe_file, [f"start={tmp_path}"]))
     file = tmp_path / "run" / "last" / "dodo_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_fingerprint": "0" * 16}), encoding="utf-8")
-    with pytest.raises(InputError, match="were trained on another base"):
-        load_for_training(load_recipe(recipe_file, [start]))
+    for what in ("all", "scorer"):
+        with pytest.raises(InputError, match="were trained on another base"):
+            load_for_training(load_recipe(recipe_file, [start, f"start_with={what}"]))
 
 
 def test_a_checkpoint_of_another_model_is_refused(recipe_file: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -422,6 +510,10 @@ def test_a_checkpoint_without_weights_of_its_own_is_taken(recipe_file: Path, tmp
         ("mixture.ratio_steps=5", "ratio_from and ratio_steps go together"),
         ("mixture.following=0", "mixture.following is at least 1"),
         ("memory.tokens=0", "memory.tokens is at least 1"),
+        ("mixture.autoencoding=.nan", "autoencoding: a finite number is wanted, not nan"),
+        ("optimizer.lr=.inf", "lr: a finite number is wanted, not inf"),
+        ("running.validation_ratios=[.inf]", "validation_ratios: a finite number is wanted, not inf"),
+        ("mixture.length={low: 0.2, mode: 0.3, high: 0.4}", "mixture.length: at least 1 token is drawn, not 0.2"),
     ],
 )
 def test_values_that_can_not_be_are_refused_by_name(recipe_file: Path, setting: str, message: str) -> None:  # noqa: F811

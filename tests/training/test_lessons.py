@@ -55,6 +55,19 @@ def test_the_scorer_learns_surprisal_and_nothing_else_changes(compressor):
     assert all(p.grad is None for name, p in compressor.named_parameters() if name in others)
 
 
+def test_where_questions_have_a_score_both_learn_surprisal(pair):
+    compressor = pair(scores_by_use=True).compressor
+    ids = tokens(4, 40)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    learn_surprisal(compressor, [Batch("autoencoding", 1.0, ids, real, ids, real, ids)] * 200, lr=1e-2)
+    wanted = surprisal(compressor, ids)
+    mean = float(wanted.mean())
+    constant = mean - mean * math.log(mean)
+    for use in ("text", "questions"):
+        scores = compressor.score(ids, use)[:, 1:].detach()
+        assert float((scores.exp() - wanted * scores).mean()) < constant, use
+
+
 @pytest.mark.parametrize("score", [3.0, 6.0, 200.0])
 def test_scores_far_above_any_surprisal_come_down(compressor, score):
     torch.nn.init.constant_(compressor.scorer.output.bias, score)

@@ -429,16 +429,21 @@ def test_both_adapters_may_start_from_the_theta_of_another_run(recipe_file: Path
         load_for_training(load_recipe(recipe_file, [f"start_theta={tmp_path / 'nothing'}"]))
 
 
-def test_two_processes_equal_accumulation_in_one(recipe_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "auto"])
+def test_two_processes_equal_accumulation_in_one(recipe_file: Path, tmp_path: Path, strategy: str) -> None:
     settings = ["running.steps=3", "running.validate_every=3"]
     whole = train(load_recipe(recipe_file, [*settings, "running.accumulate=2"]), tmp_path / "one", progress=False)
-    chosen = [f"--set={setting}" for setting in (*settings, "running.devices=2", "running.strategy=ddp")]
+    chosen = [f"--set={setting}" for setting in (*settings, "running.devices=2", f"running.strategy={strategy}")]
     command = [sys.executable, "-m", "dodo", "train", str(recipe_file), "--out", str(tmp_path / "two"), "--json", *chosen]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)
     assert (result["steps"], result["tokens"]) == (3, whole.tokens)
     assert result["loss"] == pytest.approx(whole.loss, rel=1e-4)
+    logged = [_logged(tmp_path / name) for name in ("one", "two")]
+    assert logged[0].keys() == logged[1].keys() >= {"loss/autoencoding", "accuracy/autoencoding", "lr", "lr/scorer"}
+    for name in logged[0].keys() - {"tokens_per_second"}:
+        assert logged[1][name] == pytest.approx(logged[0][name], rel=1e-3), name
     a, b = _trained(tmp_path / "one"), _trained(tmp_path / "two")
     for name in a:
         torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3, msg=name)
@@ -470,6 +475,11 @@ def test_two_machines_equal_accumulation_in_one_process(recipe_file: Path, tmp_p
     a, b = _trained(tmp_path / "one"), _trained(tmp_path / "two")
     for name in a:
         torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+def _logged(folder: Path) -> dict[str, float]:
+    rows = [line.split(",") for line in (folder / "train.csv").read_text().splitlines()[1:]]
+    return {name: float(value) for _, name, value in rows}
 
 
 @pytest.mark.slow
@@ -569,7 +579,7 @@ AUTOREGRESSIVE = [
 
 
 def test_the_autoregressive_lm_learns_and_is_saved_with_its_thresholds(recipe_file: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(recipe_file, [*AUTOREGRESSIVE, "running.steps=60"])
+    recipe = load_recipe(recipe_file, [*AUTOREGRESSIVE, "running.steps=60", "optimizer.period=60"])
     train(recipe, tmp_path / "run", progress=False)
     rows = [line.split(",") for line in (tmp_path / "run" / "validation.csv").read_text().splitlines()]
     losses = [float(value) for _, name, value in rows if name == "loss/autoregressive/n12/r3/scorer"]
@@ -688,7 +698,8 @@ def test_one_long_document_among_short_ones_is_not_all_that_is_trained_on(recipe
     (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     longer = ["mixture.length={low: 300, mode: 400, high: 500}", "mixture.whole={low: 400, mode: 450, high: 500}"]
     recipe = load_recipe(recipe_file, [*longer, "mixture.autoregressive=1"])
-    text, questions, _ = open_sources(recipe, load_for_training(recipe), tmp_path / "run")
+    with pytest.warns(DodoWarning, match="longer draws are cut"):
+        text, questions, _ = open_sources(recipe, load_for_training(recipe), tmp_path / "run")
     assert text is not None and text.longest == 400 and text.usual < 200
     make = BatchMaker(recipe, text, questions)
     beginnings = {tuple(row[1:9].tolist()) for number in range(30) for row in make(number).documents}

@@ -59,11 +59,11 @@ def command(
         raise click.UsageError(f"--out {out}: a shard's name must end in .safetensors")
     if out.exists():
         check_output(out, flag="--out", force=force)
-    from dodo.base import load_base
+    from dodo.base import load_tokenizer
     from dodo.data.shards import prepare
 
     silence_libraries()
-    tokenizer = load_base(model).tokenizer
+    tokenizer = load_tokenizer(model)
     shard = prepare(sources, out, tokenizer, kind=KINDS[kind], commercial_only=not any_licence, minimum=minimum, tokens=tokens)
     result = {"file": str(out), "documents": len(shard.documents), "tokens": shard.tokens, "bytes": out.stat().st_size}
     if as_json:

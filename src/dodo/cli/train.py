@@ -17,7 +17,7 @@ __all__ = ["command"]
 Examples:
   dodo train recipes/smollm2-135m.yaml --out runs/smollm2
   dodo train recipes/smollm2-135m.yaml --out runs/smollm2 --resume
-  dodo train recipes/smollm2-135m.yaml --out runs/short --set running.steps=50 --set optimizer.lr=1e-3
+  dodo train recipes/smollm2-135m.yaml --out runs/short --set running.steps=50 --set optimizer.period=25
 """
 )
 @click.argument("recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path))

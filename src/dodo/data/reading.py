@@ -55,7 +55,7 @@ def resolve(sources: Sequence[str]) -> list[str]:
         if source.startswith("hf:"):
             found.append(source)
             continue
-        matches = sorted(glob.glob(source, recursive=True))
+        matches = [source] if Path(source).is_file() else sorted(glob.glob(source, recursive=True))  # a name may have brackets
         if not matches:
             raise InputError(f"no data file matches {source!r}")
         found += matches

@@ -28,6 +28,8 @@ class _EachStep(Callback):
     """Calls `after_step` once per optimiser step."""
 
     _seen = -1
+    _aside = False
+    """Whether its time is none of the steps'."""
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         self._seen = trainer.global_step
@@ -36,7 +38,9 @@ class _EachStep(Callback):
         self.after_batch(module)
         if trainer.global_step != self._seen:
             self._seen = trainer.global_step
+            began = time.perf_counter()
             self.after_step(trainer, module, trainer.global_step)
+            module.aside += (time.perf_counter() - began) * self._aside
 
     def after_batch(self, module: Any) -> None:
         """After each forward and backward pass."""
@@ -53,8 +57,8 @@ class Averaging(_EachStep):
 
 
 class TrainingLog(_EachStep):
-    """`train.csv` and TensorBoard: loss and accuracy by objective, rates, gradient norms, tokens and seconds, per ten steps
-    and where a run ends."""
+    """`train.csv` and TensorBoard: loss and accuracy by objective, over all processes; the adapters' rate (`lr`) and the scorer's
+    in the last step; gradient norms; tokens, and tokens per second of steps; per ten steps and where a run ends."""
 
     def __init__(self, folder: Path, every: int = 10) -> None:
         self._path, self._every = folder / "train.csv", every
@@ -68,9 +72,13 @@ class TrainingLog(_EachStep):
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         super().on_train_start(trainer, module)
-        self._start, self._tokens = time.perf_counter(), module.tokens_seen
+        self._begin(module)
         if trainer.is_global_zero:
             _forget_later_rows(self._path, trainer.global_step)
+
+    def _begin(self, module: Any) -> None:
+        self._start, self._tokens = time.perf_counter(), module.tokens_seen
+        module.aside = 0.0
 
     def after_batch(self, module: Any) -> None:
         for key in ("loss", "accuracy"):
@@ -87,12 +95,12 @@ class TrainingLog(_EachStep):
             self._write(trainer, module, trainer.global_step)
 
     def _write(self, trainer: Trainer, module: Any, step: int) -> None:
-        seconds = time.perf_counter() - self._start
+        seconds = time.perf_counter() - self._start - module.aside
         row: dict[str, Any] = {key: sum(values) / len(values) for key, values in sorted(self._sums.items())}
-        row |= {"lr": trainer.optimizers[0].param_groups[0]["lr"], "tokens": module.tokens_seen}
+        row |= {"lr": module.rates["adapters"], "lr/scorer": module.rates["scorer"], "tokens": module.tokens_seen}
         row["tokens_per_second"] = (module.tokens_seen - self._tokens) / seconds
         self._sums.clear()
-        self._start, self._tokens = time.perf_counter(), module.tokens_seen
+        self._begin(module)
         if trainer.is_global_zero:
             _append(self._path, step, row)
             if trainer.logger:
@@ -106,6 +114,8 @@ class Validation(_EachStep):
         best: lowest validation loss so far.
         improved: whether the last validation was the best.
     """
+
+    _aside = True
 
     def __init__(self, batches: dict[str, Batch], folder: Path, recipe: Recipe) -> None:
         self._batches, self._folder, self._recipe = batches, folder, recipe
@@ -174,6 +184,8 @@ class Checkpoints(_EachStep):
 
     SIGTERM, sent to any process of the run, or Ctrl-C ends it after the step at hand, resumably; Ctrl-C again ends it at once.
     """
+
+    _aside = True
 
     def __init__(self, folder: Path, *, every: int, best: Validation) -> None:
         self._folder, self._every, self._best = folder, every, best

@@ -62,11 +62,15 @@ def surprisal(compressor: Compressor, input_ids: Tensor) -> Tensor:
 
 
 def surprisal_loss(compressor: Compressor, input_ids: Tensor) -> Tensor:
-    """Poisson loss of exp(score) against the surprisal of each token; its gradient goes to the scorer alone."""
+    """Poisson loss of exp(score) against the surprisal of each token; its gradient goes to the scorer alone. Where questions have
+    a score of their own, it learns the same."""
     wanted = surprisal(compressor, input_ids)
-    scores = compressor.score(input_ids)[:, 1:]
-    within = scores.clamp(max=LARGEST_SCORE)
-    return (within.exp() + math.exp(LARGEST_SCORE) * (scores - within) - wanted * scores).mean()
+    fits: list[Tensor] = []
+    for use in get_args(Use) if compressor.scorer.by_use else ("text",):
+        scores = compressor.score(input_ids, use)[:, 1:]
+        within = scores.clamp(max=LARGEST_SCORE)
+        fits.append((within.exp() + math.exp(LARGEST_SCORE) * (scores - within) - wanted * scores).mean())
+    return torch.stack(fits).mean()
 
 
 def learn_surprisal(compressor: Compressor, batches: Sequence[Batch], *, lr: float = 1e-3) -> float:

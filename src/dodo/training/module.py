@@ -53,6 +53,12 @@ class TrainingModule(LightningModule):
         recipe: see `Recipe`.
         folder: where a batch is saved that gave a NaN.
         sample: token ids of texts, from which thresholds are estimated whenever adapters are saved.
+
+    Attributes:
+        tokens_seen: of documents, by all processes.
+        last: objective, loss and the like of the latest batches, one of each process.
+        gradient_norms, rates: of the latest step, before clipping; by group of parameters.
+        aside: seconds that validations and saving took.
     """
 
     def __init__(self, dodo: Dodo, recipe: Recipe, folder: Path, sample: Sequence[Sequence[int]] = ()) -> None:
@@ -62,6 +68,8 @@ class TrainingModule(LightningModule):
         self.recipe, self.folder, self.sample = recipe, folder, sample
         self.tokens_seen = 0
         self.gradient_norms: dict[str, float] = {}
+        self.rates: dict[str, float] = {}
+        self.aside = 0.0
         self._average: dict[str, Tensor] = {}
 
     # -- processes
@@ -90,7 +98,9 @@ class TrainingModule(LightningModule):
         if broken:  # in whichever process: all stop
             self._stop_for_nan(batch, "the loss", keep=not math.isfinite(loss.sum))
         self.tokens_seen += tokens
-        values = {"loss": loss.sum / max(1, loss.tokens), "accuracy": loss.correct / max(1, loss.tokens), "ratio": batch.ratio}
+        counted, correct = self._over_processes(loss.tokens, loss.correct)
+        total = float(self.trainer.strategy.reduce(torch.tensor(loss.sum, device=self.device), reduce_op="sum"))
+        values = {"loss": total / max(1, counted), "accuracy": correct / max(1, counted), "ratio": batch.ratio}
         self.last = {"objective": batch.objective, "way": way, "length": batch.documents.shape[1], **values}
         mixture = self.recipe.mixture
         scale = {"question": mixture.question_scale, "continuation": mixture.continuation_scale}.get(batch.objective, 1.0)
@@ -108,6 +118,7 @@ class TrainingModule(LightningModule):
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """The adapters' gradient and the scorer's are clipped apart: the one would drown the other."""
         clip = self.recipe.optimizer.clip or math.inf
+        self.rates = {g["name"]: float(g["lr"]) for g in optimizer.param_groups}
         self.gradient_norms = {
             g["name"]: float(torch.nn.utils.clip_grad_norm_(g["params"], clip)) for g in optimizer.param_groups
         }
@@ -146,6 +157,7 @@ class TrainingModule(LightningModule):
         schedule: Any = self.lr_schedulers()
         for group, rate in zip(self.trainer.optimizers[0].param_groups, schedule.base_lrs, strict=True):
             group["lr"] = rate * factor
+            self.rates[group["name"]] = group["lr"]
 
     # -- running average (`optimizer.average`)
 

@@ -5,6 +5,7 @@ checkpoint. Paper: Section 3 and Appendix B for the defaults of rates, betas and
 """
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Sequence
@@ -108,6 +109,9 @@ class Mixture:
             raise InputError("mixture.among is of questions, and the mixture has none: give mixture.question a weight")
         if self.segment < 1 or self.window.low < 1:
             raise InputError("mixture: window and segment are at least 1 token")
+        for name in ("length", "context", "whole", "among"):
+            if (tokens := getattr(self, name)) is not None and tokens.low < 1:
+                raise InputError(f"mixture.{name}: at least 1 token is drawn, not {tokens.low}")
         for ratio in filter(None, (self.ratio, self.question_ratio)):
             if ratio.low < 1:
                 raise InputError(f"mixture.ratio: ratios are at least 1, not {ratio.low}")
@@ -437,6 +441,8 @@ def _scalar(kind: Any, value: Any, *, where: str) -> Any:
         return None
     if not isinstance(kind, type) or not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise InputError(f"{where}: {getattr(kind, '__name__', kind)} is wanted, not {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"{where}: a finite number is wanted, not {value}")
     return value
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,6 +103,7 @@ def train(
     checkpoint = _claim(folder, recipe, resume=resume)
     dodo = dodo or load_for_training(recipe)
     _check_window(recipe, dodo.compressor.window)
+    _check_rate(recipe)
     running = recipe.running
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     text, questions, validation = open_sources(recipe, dodo, folder, resume=resume, progress=progress)
@@ -122,7 +123,7 @@ def train(
                 accelerator=running.accelerator,
                 devices=running.devices,
                 num_nodes=running.nodes,
-                strategy=_strategy(running.strategy),
+                strategy=_strategy(running),
                 max_steps=running.steps,
                 max_epochs=-1,
                 accumulate_grad_batches=running.accumulate,
@@ -173,6 +174,7 @@ def load_for_training(recipe: Recipe) -> Dodo:
         device=_device(running),
     )
     if recipe.start is not None and recipe.start_with == "scorer":
+        _check_start(recipe, dodo, "start", Path(recipe.start), names=("feature_layer",))
         load_scorer(dodo.compressor, Path(recipe.start))
         dodo.stamp()
     elif recipe.start is not None:
@@ -191,12 +193,14 @@ def load_for_training(recipe: Recipe) -> Dodo:
     return dodo
 
 
-def _check_start(recipe: Recipe, dodo: Dodo, key: str, folder: Path) -> None:
-    """Refuse adapters that were trained for another base, or to be used in another way."""
+def _check_start(
+    recipe: Recipe, dodo: Dodo, key: str, folder: Path, *, names: Sequence[str] = ("feature_layer", "keep_first", "positions")
+) -> None:
+    """Refuse adapters that were trained for another base, or to be used in another way: what the settings in `names` say."""
     there = DodoConfig.load(folder / CONFIG_FILE)
     if there.base_fingerprint not in (None, dodo.config.base_fingerprint):
         raise InputError(f"{key}: the adapters in {folder} were trained on another base ({there.base}), not on {recipe.base}")
-    for name in ("feature_layer", "keep_first", "positions"):
+    for name in names:
         one, two = getattr(there, name), getattr(recipe.config, name)
         if one != two:
             raise InputError(f"{key}: the adapters in {folder} have {name}: {one}, the recipe has {two}")
@@ -270,6 +274,24 @@ def _give_memory(recipe: Recipe, dodo: Dodo) -> None:
 
 def _kind(memory: MemoryTokens | MemorySettings, tokens: int) -> str:
     return f"{tokens} memory tokens, fixed: {memory.fixed}, aligned: {memory.aligned}"
+
+
+def _check_rate(recipe: Recipe) -> None:
+    """Tell of a run whose rate was meant for another number of steps: most of it would learn little, or nothing."""
+    rate, steps = recipe.optimizer, recipe.running.steps
+    if rate.shape == "constant" and 0 < 2 * (steps - rate.warmup) < rate.period:
+        share = (steps - rate.warmup) / rate.period
+        told = f"after the warm-up the rate is at most {share:.1%} of optimizer.lr, and falls"
+    elif rate.shape == "cosine" and rate.floor == 0 and steps > rate.period:
+        told = f"the rate is 0 from step {rate.period:,} on, and nothing is learned there"
+    else:
+        return
+    warnings.warn(
+        f"the run has {steps:,} steps, {rate.warmup:,} of warm-up, and optimizer.period is {rate.period:,} ({rate.shape}): "
+        f"{told}. Set optimizer.period for the steps that are run",
+        DodoWarning,
+        stacklevel=3,
+    )
 
 
 def _check_window(recipe: Recipe, window: int) -> None:
@@ -377,13 +399,14 @@ def _cannot(running: Running, error: Exception) -> InputError:
     return InputError(f"this machine can't run {wanted}: {str(error).strip().splitlines()[0]}")
 
 
-def _strategy(name: str) -> Any:
+def _strategy(running: Running) -> Any:
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
+    name = running.strategy
     if name.startswith("deepspeed_stage_"):
         stage = int(name.removeprefix("deepspeed_stage_"))
         return DeepSpeedStrategy(stage=stage, logging_batch_size_per_gpu=1, exclude_frozen_parameters=True)
-    if name == "auto":
+    if name == "auto" and running.devices * running.nodes == 1:
         return name
     return DDPStrategy(find_unused_parameters=True)  # phi ends at the last layer's keys; not every batch has the soft token
 

@@ -6,6 +6,8 @@ What was read is kept by its contents' hash in `data.json`: a run that goes on m
 import hashlib
 import json
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from dodo.data.batches import Batch, Objective, QuestionSource, TextSource
 from dodo.data.reading import resolve
 from dodo.data.shards import Shard, ShardKind, prepare, read_shard
-from dodo.errors import InputError
+from dodo.errors import DodoWarning, InputError
 from dodo.files import write_whole
 from dodo.fingerprint import of_tokenizer
 from dodo.model import Dodo, begins_with_bos
-from dodo.training.recipe import Recipe
+from dodo.training.recipe import Mixture, Recipe
 from dodo.training.validation import fixed_batches, question_batches
 
 __all__ = ["HELD_BACK", "open_sources"]
@@ -44,10 +46,18 @@ def open_sources(
         raise InputError(f"{recipe.base} has no EOS token, which ends a reconstruction")
     seen: dict[str, str] = {}
 
+    def texts(sources: Sequence[str]) -> list[Shard]:
+        shards = [source for source in sources if source.endswith(".safetensors") and not source.startswith("hf:")]
+        each = [name for source in sources for name in (resolve([source]) if source in shards else [source])]
+        return [opened(source, "text") for source in each]
+
     def opened(source: str, kind: ShardKind) -> Shard:
         seen[source] = digest = _digest(source)
         if source.endswith(".safetensors"):
-            return read_shard(source, tokenizer)
+            shard = read_shard(source, tokenizer)
+            if shard.kind != kind:
+                raise InputError(f"{source} is a shard of kind {shard.kind}, not {kind}: see dodo prepare-data --kind")
+            return shard
         most = f" {data.tokens}" if data.tokens else ""
         telling = f"{source} {digest} {data.commercial_only}{most} {of_tokenizer(tokenizer)}"
         how = hashlib.sha256(telling.encode()).hexdigest()[:12]
@@ -61,10 +71,11 @@ def open_sources(
 
     text = questions = None
     if any(getattr(mixture, name) for name in get_args(Objective) if name != "question"):
-        text = TextSource([opened(source, "text") for source in data.text], bos=bos, eos=eos)
+        text = TextSource(texts(data.text), bos=bos, eos=eos)
+        _tell_of_cut(mixture, text)
     checks: dict[str, Batch] = {}
     if data.validation:
-        held_out = TextSource([opened(source, "text") for source in data.validation], bos=bos, eos=eos)
+        held_out = TextSource(texts(data.validation), bos=bos, eos=eos)
         checks |= fixed_batches(held_out, mixture, running)
     if mixture.question:
         if data.questions is None:
@@ -89,14 +100,34 @@ def open_sources(
     return text, questions, checks
 
 
+def _tell_of_cut(mixture: Mixture, text: TextSource) -> None:
+    """Texts drawn longer than many documents are get these documents' length (`BatchMaker`)."""
+    drawn = {
+        "length": mixture.length.high if mixture.autoencoding or mixture.recall else 0,
+        "context and following": mixture.context.high + mixture.following if mixture.continuation or mixture.distillation else 0,
+        "whole": mixture.whole.high if mixture.autoregressive else 0,
+    }
+    for name, most in drawn.items():
+        if most > text.usual + (name == "whole"):
+            warnings.warn(
+                f"mixture.{name}: up to {most:,.0f} tokens are to be drawn, but only a tenth of all tokens stand in documents of "
+                f"{text.usual:,} or more: longer draws are cut to that",
+                DodoWarning,
+                stacklevel=4,
+            )
+
+
 def _digest(source: str) -> str:
     """Of the files' contents; of a dataset on the hub its name."""
     if source.startswith("hf:"):
         return source
     found = hashlib.sha256()
     for path in resolve([source]):
-        with open(path, "rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
+        try:
+            with open(path, "rb") as file:
+                found.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise InputError(f"{path} can't be read: {error.strerror or error}") from None
     return found.hexdigest()[:16]
 
 

@@ -32,21 +32,25 @@ class Rebuilt:
 
 def fixed_batches(text: TextSource, mixture: Mixture, running: Running, *, seed: int = 0) -> dict[str, Batch]:
     """The same batches for every validation, one for each text objective of the mixture, length and ratio; the texts are the
-    same at each ratio. Distillation is checked by the loss of continuation.
+    same at each ratio. Distillation is checked by the loss of continuation, recall beside autoencoding by the latter's.
 
     Raises:
-        InputError: no text is as long as one of the lengths.
+        InputError: no text is as long as one of the lengths, with something behind it for a continuation.
     """
     made: dict[str, Batch] = {}
+    if not any(getattr(mixture, name) for name in get_args(Objective) if name != "question"):
+        return made
+    behind = 2 if mixture.continuation or mixture.distillation else 0
+    if longer := sorted(length for length in running.validation_lengths if length + behind > text.longest):
+        more = f" and {behind} to go on with" if behind else ""
+        lengths = ", ".join(map(str, longer))
+        raise InputError(
+            f"running.validation_lengths: no held-out text has {lengths} tokens{more}; the longest has {text.longest}"
+        )
     for length in running.validation_lengths:
-        if length > text.longest:
-            continue
         for name, batch in _of_length(text, mixture, running.validation_texts, length, seed).items():
             for ratio in running.validation_ratios:
                 made[f"{name}n{length}/r{ratio:g}"] = dataclasses.replace(batch, ratio=ratio)
-    if not made and any(getattr(mixture, name) for name in get_args(Objective) if name != "question"):
-        shortest = min(running.validation_lengths)
-        raise InputError(f"running.validation_lengths: no held-out text has {shortest} tokens; the longest has {text.longest}")
     return made
 
 
@@ -55,8 +59,10 @@ def _of_length(text: TextSource, mixture: Mixture, texts: int, length: int, seed
         return np.random.default_rng((seed, length))
 
     made = {}
-    if mixture.autoencoding or mixture.recall:
+    if mixture.autoencoding:
         made[""] = text.autoencoding(texts, length, 1.0, rng())
+    elif mixture.recall:
+        made["recall/"] = text.recall(texts, length, 1.0, rng())
     if mixture.continuation or mixture.distillation:
         following = max(2, min(mixture.following, length // 2, text.longest - length))
         made["continuation/"] = text.continuation(texts, length, following, 1.0, rng())
