@@ -1,7 +1,7 @@
 # Everything a person or the check runs. Each target sets up what it needs, from nothing.
 #   make demo      see a real text compressed by a real model, and questioned
 #   make test      the tests: minutes, no network once the packages are there
-#   make test-all  the slow ones too, on the real base model, and the core on the oldest versions that are supported
+#   make test-all  the slow ones too, on the real base model, and core and trainer on the oldest versions that are supported
 #   make peers     the environment of the peers that `dodo evaluate` can measure
 #   make check     lint, types, imports
 #   make bench     measure speed and memory, into results/
@@ -33,8 +33,8 @@ CORE := adapters autoregressive base compressor fingerprint generation model nug
 
 test-oldest: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable . pytest
-	$(OLDEST)/bin/python -m pytest -q $(CORE:%=tests/test_%.py) -k "not gguf"
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[train]' pytest
+	$(OLDEST)/bin/python -m pytest -q $(CORE:%=tests/test_%.py) tests/data tests/training/test_training.py -k "not gguf"
 
 PEERS := .venv-peers
 
