@@ -245,6 +245,8 @@ def _curve(parts: list[Part]) -> list[str]:
     shown = [name.removesuffix("/scorer").replace("loss/", "") for name in names]
     lines = [f"| run | step | {' | '.join(shown)} |", f"| --- | ---: |{' ---: |' * len(names)}"]
     for (run, step), values in found.items():
+        if names and not any(name in values for name in names):  # of a model that selects nothing
+            continue
         lines.append(f"| {run} | {step:,} | {' | '.join(f'{values[n]:.3g}' if n in values else '' for n in names)} |")
     return lines
 
