@@ -45,6 +45,21 @@ def test_a_record_says_what_was_measured_and_how(run, models, questions, tmp_pat
     assert not list(out.parent.glob("*.part*"))
 
 
+def test_a_record_names_the_commit_that_it_began_with(run, models, questions, tmp_path, monkeypatch):
+    from dodo.evaluation.tasks import Squad
+
+    work, now = Squad.run, ["before"]
+
+    def committing(self, method, batch):
+        now[0] = "after"
+        return work(self, method, batch)
+
+    monkeypatch.setattr(Squad, "run", committing)
+    monkeypatch.setattr("dodo.evaluation.run.commit", lambda: now[0])
+    run("evaluate", "squad", "--data", questions, "--ratio", "3", "--model", models.base, "--out", tmp_path / "a.json")
+    assert json.loads((tmp_path / "a.json").read_text())["commit"] == "before"
+
+
 def test_an_interrupted_one_goes_on_to_the_same_record(run, models, questions, tmp_path, monkeypatch):
     from dodo.evaluation.tasks import Squad
 

@@ -145,6 +145,7 @@ def evaluate(
         settings["thresholds"] = hash_of(dodo.thresholds.to_json())
     if not replace:
         _refuse_another(out, settings)
+    of_code = commit()  # before anything is measured: the repository may go on meanwhile
     part = out.with_suffix(".part.jsonl")
     made, seconds, before = _done_before(part, settings)
     if task in (Efficiency.name, OptimalSelection.name):  # an item takes minutes
@@ -165,7 +166,7 @@ def evaluate(
     record = {
         "name": out.stem,
         "date": today(),
-        "commit": commit(),
+        "commit": of_code,
         "command": command,
         "settings": settings,
         "config": dataclasses.asdict(dodo.config),
