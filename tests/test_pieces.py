@@ -74,6 +74,18 @@ def test_spaces_in_front_of_words_and_bytes_in_place_of_tokens_come_as_in_the_wh
     assert "".join(_streamed(tokenizer, ids)) == _decoded(tokenizer, ids)
 
 
+@pytest.mark.parametrize("before", ["é", "🙂"])
+@pytest.mark.parametrize("odd", [b"\x80", b"\xf0\x9f", b"\xff" * 20])
+def test_what_is_behind_bytes_that_are_no_character_comes(before: str, odd: bytes) -> None:
+    """This decoder takes a whole run of bytes for unknown ones, also the characters in it that were whole and have been given."""
+    tokenizer = _falling_back()
+    ids = [1, *(9 + byte for byte in before.encode() + odd), *([1, 2] * 40)]
+    text = "".join(_streamed(tokenizer, ids))
+    assert text.startswith("Dodos" + before)
+    assert text.endswith(" Dodos lived" * 40)
+    assert _decoded(tokenizer, ids).endswith(text.removeprefix("Dodos" + before))
+
+
 @pytest.mark.parametrize("tokenizer", [byte_tokenizer(), _falling_back()], ids=["bytes", "falling back"])
 def test_what_is_half_at_the_end_comes_last(tokenizer: PreTrainedTokenizerFast) -> None:
     first = tokenizer.convert_tokens_to_ids("<0xE4>") or tokenizer("你", add_special_tokens=False)["input_ids"][0]

@@ -348,6 +348,12 @@ class Dodo:
         with self._tokenizing:
             return turn_ids(self.tokenizer, question_prompt(self.tokenizer, MESSAGE), question.strip())
 
+    def rebuilt_tokens(self, nuggets: Nuggets) -> list[int]:
+        """How many tokens each text and its end token have, of which `reconstruct` makes no more."""
+        kept = nuggets.sinks if self.tokenizer.bos_token_id is None else 0  # the first tokens of texts, or BOS, which is no text
+        lengths: list[int] = (nuggets.lengths + kept + 1).tolist()
+        return lengths
+
     def reconstruct(self, nuggets: Nuggets, *, max_new_tokens: int | None = None, **generation: Any) -> Any:
         """Rebuild the text from its nuggets, asked by the soft token. Paper: Section 4 (autoencoding).
 
@@ -359,8 +365,7 @@ class Dodo:
         Returns:
             str for one text, else list[str].
         """
-        kept = nuggets.sinks if self.tokenizer.bos_token_id is None else 0  # the first tokens of texts, or BOS, which is no text
-        lengths = (nuggets.lengths + kept + 1).tolist()
+        lengths = self.rebuilt_tokens(nuggets)
         most = max(lengths) if max_new_tokens is None else max_new_tokens
         new = self.generate_ids(nuggets, None, max_new_tokens=most, **generation)
         if max_new_tokens is None:  # a short text that does not end must not run on to the longest one's length

@@ -4,6 +4,7 @@ transformers' own streamer decodes everything since the last line break again fo
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from queue import SimpleQueue
 
 from torch import Tensor
@@ -14,6 +15,9 @@ __all__ = ["IncrementalText", "Pieces"]
 
 FEW = 12
 """Tokens that are decoded again, so that the next one's text stands behind theirs: 12 bytes are whole characters of 1 to 4."""
+
+LONGEST = 4
+"""Bytes of a character, at most."""
 
 UNKNOWN = "\ufffd"
 """What bytes are decoded to that are no character, or none yet."""
@@ -34,6 +38,7 @@ class IncrementalText:
         self._tokenizer = tokenizer
         self._ids: list[int] = []  # the last tokens
         self._given = ""  # what was given of their text
+        self._pushed = 0  # tokens since their text began with that
         if behind is not None and UNKNOWN not in (before := self._decoded([behind])):
             self._ids, self._given = [behind], before
 
@@ -44,18 +49,25 @@ class IncrementalText:
         whole = text.rstrip(UNKNOWN)
         if len(text) - len(whole) > FEW:  # too many bytes for a character that is still to come
             whole = text[:-1]
-        new = self._more(whole)
+        new = self._more(whole, unknown=text.endswith(UNKNOWN))
         if len(self._ids) > 2 * FEW:
             self._forget(text)
         return new
 
     def rest(self) -> str:
         """What was held back, when no more tokens come."""
-        return self._more(self._decoded(self._ids))
+        return self._more(self._decoded(self._ids), unknown=False)
 
-    def _more(self, text: str) -> str:
-        if not text.startswith(self._given):  # a character that was whole waits for the bytes behind it
-            return ""
+    def _more(self, text: str, *, unknown: bool) -> str:
+        """unknown: whether bytes that are no character come last."""
+        if text.startswith(self._given):
+            self._pushed = 0
+        else:  # some decoders take characters that were whole for unknown bytes, until those behind them are a character too
+            self._pushed += 1
+            if unknown and self._pushed < LONGEST:
+                return ""
+            same = takewhile(bool, (one == two for one, two in zip(text, self._given, strict=False)))
+            self._given = self._given[: sum(same)]  # and these will not be
         new, self._given = text[len(self._given) :], text
         return new
 

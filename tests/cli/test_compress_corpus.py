@@ -111,6 +111,16 @@ def test_each_document_has_a_row_and_the_file_that_compress_would_write(compress
         assert row["base"] == nuggets.fingerprint.base
 
 
+def test_the_same_text_again_in_one_run_was_not_there_before(compress, tmp_path):
+    many = tmp_path / "many"
+    many.mkdir()
+    for i in range(60):
+        (many / f"{i:02d}.txt").write_text(f"The dodo number {i if i % 3 else 0} lived on an island.", encoding="utf-8")
+    for before in (0, 60):
+        report = compress(many)
+        assert (report["documents"], report["skipped"]) == (60, before)
+
+
 def test_what_is_done_is_skipped_and_what_is_new_is_added(compress, corpus, out):
     compress(corpus)
     before, rows = written(out), index(out)

@@ -73,6 +73,13 @@ def test_a_ratio_without_messages_to_compress_is_a_usage_error(run, no_model):
     assert "--compress-over" in result.stderr
 
 
+def test_a_store_that_can_not_be_used_is_said_before_anything_else(run, no_model, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    result = run("serve", "--port", "0", "--store", tmp_path / "file" / "store", "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert len(result.stderr.splitlines()) == 1 and "can't be used" in result.stderr
+
+
 def test_a_port_that_is_taken_is_named(run, no_model):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

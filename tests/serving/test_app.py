@@ -1,5 +1,6 @@
 """Laws of the API: what it keeps, what it answers, and what it says when it can't."""
 
+import copy
 import dataclasses
 import io
 import json
@@ -222,6 +223,70 @@ def test_long_messages_are_compressed_and_the_last_line_is_asked(client, served)
     assert refused.status_code == 400 and "line of its own" in refused.json()["error"]["message"]
 
 
+def test_a_conversation_goes_on_behind_a_compressed_message_where_templates_want_turns(client, served):
+    """As Llama 2's and Mistral's do, which refuse two of one role in a row, and a reply first."""
+    strict = copy.copy(served)
+    strict.tokenizer = copy.deepcopy(served.tokenizer)
+    strict.tokenizer.chat_template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}"
+        "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    )
+    asked = client(strict, compress_over=40, compress_ratio=3.0)
+    turns = [("user", TEXT), ("assistant", "A bird."), ("user", ASKED)]
+    for long in (0, 1):
+        each = [(role, TEXT if i == long else text if i == 2 else "Yes.") for i, (role, text) in enumerate(turns)]
+        messages = [{"role": role, "content": text} for role, text in each]
+        response = asked.post(CHATS, json={**CHAT, "messages": messages})
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["prompt_tokens_details"]["original_tokens"] > 50
+    refused = asked.post(CHATS, json={**CHAT, "messages": [{"role": "assistant", "content": "Yes."}, CHAT["messages"][0]]})
+    assert refused.status_code == 400 and "must alternate" in refused.json()["error"]["message"]
+
+
+def test_tokens_of_all_texts_that_are_compressed_are_counted(client):
+    asked = client(compress_over=40, compress_ratio=3.0)
+
+    def counted() -> float:
+        (line,) = [line for line in asked.get("/metrics").text.splitlines() if line.startswith("dodo_compressed_tokens_total")]
+        return float(line.split()[1])
+
+    tokens = kept(asked)["n"] + 1  # and the one that stands in front
+    assert counted() == tokens
+    messages = [{"role": "user", "content": f"{TEXT}\n\n{ASKED}"}]
+    usage = asked.post(CHATS, json={**CHAT, "messages": messages}).json()["usage"]
+    assert counted() == tokens + usage["prompt_tokens_details"]["original_tokens"]
+
+
+def test_places_of_tokens_do_not_wait_for_what_may_become_a_stop_text(client):
+    asked = client()
+    wanted = {**COMPLETION, "logprobs": 1, "temperature": 2.0, "seed": 5}
+    plain = asked.post(TEXTS, json=wanted).json()["choices"][0]
+    stop = plain["text"][1:4] + "\u2603"  # begins as the answer goes on, and never comes
+    held = asked.post(TEXTS, json={**wanted, "stop": stop}).json()["choices"][0]
+    assert held == plain
+    tokens, offsets, tops = (plain["logprobs"][name] for name in ("tokens", "text_offset", "top_logprobs"))
+    each = [*zip(offsets, tokens, ["", *tokens], strict=False)]
+    whole = [
+        (at, token) for at, token, before in each if "\ufffd" not in before + token
+    ]  # no part of a character, nor behind one
+    assert len(whole) > 3 and all(plain["text"][at:].startswith(token) for at, token in whole), (plain["text"], each)
+    assert all(top[token] == value for top, token, value in zip(tops, tokens, plain["logprobs"]["token_logprobs"], strict=True))
+    assert any(len(top) == 2 for top in tops)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory. Tried"), MemoryError()])
+def test_too_little_memory_is_said_and_not_tried_again(error, client, served, monkeypatch):
+    asked = client()
+
+    def fail(*arguments: Any, **more: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(type(served), "compress_ids", fail)
+    response = asked.post("/v1/contexts", json={"text": TEXT})
+    assert (response.status_code, response.json()["error"]["code"]) == (507, "out_of_memory")
+    assert response.headers["x-should-retry"] == "false"
+
+
 def test_a_long_message_of_several_clients_at_once_is_compressed_once(client, served, monkeypatch):
     asked, compressed = client(compress_over=40), []
     body = {**CHAT, "messages": [{"role": "system", "content": TEXT}, *CHAT["messages"]]}
@@ -271,9 +336,9 @@ UNKNOWN = "ctx_" + "a" * 22
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "param"),
     [
-        ("GET", f"/v1/contexts/{UNKNOWN}", None, 404, "context_ids"),
+        ("GET", f"/v1/contexts/{UNKNOWN}", None, 404, None),
         ("GET", "/v1/contexts/..%2F..%2Fetc", None, 404, None),
-        ("GET", f"/v1/contexts?after={UNKNOWN}", None, 404, "context_ids"),
+        ("GET", f"/v1/contexts?after={UNKNOWN}", None, 404, "after"),
         ("GET", "/v1/contexts?limit=0", None, 422, "limit"),
         ("GET", "/v1/nothing", None, 404, None),
         ("PUT", "/v1/contexts", {}, 405, None),

@@ -113,6 +113,17 @@ def test_a_text_is_rebuilt_as_by_the_library_whole_and_streamed(client, served):
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
 
 
+def test_a_text_without_a_bos_token_in_front_is_rebuilt_with_its_end_too(client):
+    dodo = tiny_dodo()
+    dodo.tokenizer.bos_token = None
+    nuggets = dodo.compress(TEXT, ratio=2)
+    expected = dodo.reconstruct(nuggets)
+    asked = client(dodo)
+    answer = asked.post(f"/v1/contexts/{kept(asked, ratio=2)['id']}/reconstruction", json={}).json()
+    assert answer["choices"][0]["text"] == expected
+    assert answer["usage"]["completion_tokens"] == len(dodo.document_ids(TEXT)) + 1 == dodo.rebuilt_tokens(nuggets)[0]
+
+
 def test_a_rebuilding_is_bounded_and_refused_like_an_answer(client):
     asked = client(max_new_tokens=8)
     path = f"/v1/contexts/{kept(asked)['id']}/reconstruction"

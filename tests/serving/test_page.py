@@ -202,6 +202,21 @@ def test_a_question_is_answered_from_the_nuggets_and_from_the_whole_text(opened)
         pytest.fail("the text is still kept")
 
 
+def test_a_context_that_is_gone_is_made_again(opened):
+    page, address = opened()
+    read(page)
+    page.get_by_label("A question about the text").fill("Where did it live?")
+    answers = []
+    for _ in range(2):
+        page.get_by_role("button", name="Ask", exact=True).click()
+        expect(page.locator("#from-whole .facts")).to_contain_text("s in all")
+        expect(page.locator("#from-nuggets .facts")).to_contain_text("s in all")
+        answers.append(page.locator("#from-nuggets .answer").inner_text())
+        (context,) = page.request.get(f"{address}/v1/contexts").json()["data"]
+        page.request.delete(f"{address}/v1/contexts/{context['id']}")
+    assert answers[0] == answers[1] != ""
+
+
 def kind_of(response: Any) -> str:
     kind: str = response.headers["content-type"].partition(";")[0]
     return kind

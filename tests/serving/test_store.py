@@ -177,6 +177,10 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "store").write_text("a file")
     with pytest.raises(InputError, match="store"):
         Store(tmp_path / "store")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "contexts.sqlite3").write_text("not a database " * 99)
+    with pytest.raises(InputError, match="bad can't be used: file is not a database"):
+        Store(tmp_path / "bad")
 
 
 def test_files_of_a_process_that_lives_are_not_swept(opened):

@@ -33,7 +33,7 @@ def run(
     use: "Use",
     loading: Loading,
     asked: int | None,
-    most: Callable[["Nuggets"], int],
+    most: Callable[["Dodo", "Nuggets"], int],
     sampling: Sampling,
     trust: bool,
     as_json: bool,
@@ -64,9 +64,10 @@ def run(
     first: float | None = None
     pieces = []
     ids = prompt(dodo)
-    made, new = fitted(dodo, made, 1 if ids is None else len(ids), asked, most(made))
-    if asked is None and new < most(made):
-        note(f"the base's window has room for {new:,} of {most(made):,} tokens: what would come behind them is cut off")
+    wanted = most(dodo, made)
+    made, new = fitted(dodo, made, 1 if ids is None else len(ids), asked, wanted)
+    if asked is None and new < wanted:
+        note(f"the base's window has room for {new:,} of {wanted:,} tokens: what would come behind them is cut off")
     ends = {} if ids is None or not dodo.answer_ends else {"eos_token_id": dodo.answer_ends}
     stream = dodo.stream(made, ids, max_new_tokens=new, **ends, **sampling.settings())
     try:

@@ -79,7 +79,7 @@ def command(
         use="questions",
         loading=loading,
         asked=max_new_tokens,
-        most=lambda made: NEW_TOKENS,
+        most=lambda dodo, made: NEW_TOKENS,
         sampling=sampling,
         trust=trust_nuggets,
         as_json=as_json,

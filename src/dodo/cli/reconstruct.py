@@ -63,7 +63,7 @@ def command(
         use="text",
         loading=loading,
         asked=max_new_tokens,
-        most=lambda made: int(made.lengths) + 1,
+        most=lambda dodo, made: dodo.rebuilt_tokens(made)[0],
         sampling=sampling,
         trust=trust_nuggets,
         as_json=as_json,

@@ -3,6 +3,7 @@
 import math
 import socket
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,13 +94,15 @@ def command(
     The API's documentation is at /docs of the server. With --json, stdout says where it listens.
 
     With --ray, Ray's proxies listen at that address on each machine with replicas, and Dodo and the model must be there under
-    the same names; the store is this machine's folder for all of them. --max-memory, --max-batch and --max-queue are of each.
+    the same names; the store is this machine's folder for all of them. --max-batch and --max-queue are
+    of each, --max-memory is the store's.
     """
     try:
         import uvicorn
 
         from dodo.serving.app import make_app
         from dodo.serving.server import Server
+        from dodo.serving.service import open_store
         from dodo.serving.settings import Settings, is_loopback, read_keys
     except ImportError as error:
         raise click.ClickException(f"serving needs {error.name}: pip install 'dodo-lm[serve]'") from None
@@ -142,11 +145,11 @@ def command(
         number, cpus, gpus = replicas or 1, cpus_per_replica or 1.0, gpus_per_replica or 0.0
         _serve_on_ray(settings, number, cpus, gpus, ray_address, host=host, port=port, as_json=as_json)
         return
-    with listening:
+    with listening, closing(open_store(settings)) as kept:
         dodo, _ = load_model(loading)
         note_fresh(dodo)
         _say_where(settings, host, port, as_json)
-        app = make_app(settings, dodo)
+        app = make_app(settings, dodo, store=kept)
         server = Server(uvicorn.Config(app, log_level="warning"), close=lambda: app.state.service.engine.close())
         server.run(sockets=[listening])
     if not server.started:

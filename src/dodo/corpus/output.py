@@ -29,6 +29,7 @@ class Report:
     rows: list[dict[str, Any]] = field(default_factory=list)
     skipped: int = 0
     failures: list[Failure] = field(default_factory=list)
+    _made: set[str] = field(default_factory=set)
 
     @property
     def done(self) -> int:
@@ -51,7 +52,9 @@ class Report:
         if "error" in found:
             self.failures.append(Failure(found["document"], found["error"]))
             return
-        self.skipped += found["made"] is None
+        if found["made"] is not None:
+            self._made.add(found["key"])
+        self.skipped += found["key"] not in self._made  # the same text again, in this run, was not there before
         self.rows.append(index.put(found["document"], found["key"], found["made"], source=source))
 
 

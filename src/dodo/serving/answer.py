@@ -34,7 +34,8 @@ class Answer:
     """
 
     def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> None:
-        self._request, self._ends, self._tokens = request, frozenset(ends) | request.ends, 0
+        self._request, self._ends = request, frozenset(ends) | request.ends
+        self._tokens = self._length = 0
         behind = request.input_ids[-1] if request.goes_on and request.input_ids else None
         self._text, self._stops = IncrementalText(tokenizer, behind=behind), StopTexts(request.stop)
         self._greedy = request.temperature < COLDEST
@@ -66,18 +67,20 @@ class Answer:
         if token in self._ends:
             return token, Piece(None, self._rest()[0], finish="stop")
         self._tokens += 1
-        text, stopped = self._stops.push(self._text.push(token))
+        offset, new = self._length, self._text.push(token)
+        self._length += len(new)
+        text, stopped = self._stops.push(new)
         last = not stopped and self._tokens == self._request.max_new_tokens
         if last:
             more, stopped = self._rest()
             text += more
         finish: Literal["stop", "length"] | None = "stop" if stopped else "length" if last else None
         if self._request.top_logprobs is None:
-            return token, Piece(token, text, finish=finish)
+            return token, Piece(token, text, finish=finish, offset=offset)
         logprobs = logits.log_softmax(-1)
         values, ids = logprobs.topk(min(self._request.top_logprobs, len(logits)))
         top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-        return token, Piece(token, text, float(logprobs[token]), top, finish)
+        return token, Piece(token, text, float(logprobs[token]), top, finish, offset)
 
     def _rest(self) -> tuple[str, bool]:
         """What was held back, when no more tokens come, and whether a stop text ended it."""

@@ -63,13 +63,17 @@ class Answers:
                 reader.cancel()
 
 
+UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Headers of events, which proxies must hand on as they come."""
+
+
 class Streamed(StreamingResponse):
     """Server-sent events of answers that are given up when the response ends, however it does."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[str], answers: Answers) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(events, headers=UNBUFFERED)
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from dodo.errors import InputError
+from dodo.errors import InputError, UnknownContext
 from dodo.nuggets import Nuggets
 from dodo.serving import request as engine_request
 from dodo.serving.answers import Answers, Streamed, unless_hung_up
@@ -92,8 +92,10 @@ def _filled(prompt: str) -> str:
     return prompt
 
 
-async def joined(service: Service, ids: Sequence[str], more: Sequence[Nuggets]) -> Nuggets | None:
-    """Stored contexts and the nuggets of messages as one text."""
+async def joined(
+    service: Service, ids: Sequence[str], more: Sequence[Nuggets], *, param: str | None = "context_ids"
+) -> Nuggets | None:
+    """Stored contexts and the nuggets of messages as one text. param: where the request names them."""
 
     def join() -> Nuggets | None:
         parts = [service.store.load(i) for i in ids]
@@ -105,7 +107,10 @@ async def joined(service: Service, ids: Sequence[str], more: Sequence[Nuggets]) 
         parts = [part.to(dtype=service.dodo.compressor.base.dtype) for part in parts]
         return Nuggets.cat(parts) if len(parts) > 1 else parts[0] if parts else None
 
-    return await asyncio.to_thread(join)
+    try:
+        return await asyncio.to_thread(join)
+    except UnknownContext as error:
+        raise ApiError(404, str(error), code="context_not_found", param=param) from None
 
 
 async def respond(

@@ -9,9 +9,10 @@ from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from dodo.errors import UnknownContext
 from dodo.nuggets import Nuggets
 from dodo.serving import documents
-from dodo.serving.answers import unless_hung_up
+from dodo.serving.answers import UNBUFFERED, unless_hung_up
 from dodo.serving.documents import File
 from dodo.serving.extraction import is_nuggets
 from dodo.serving.failures import ApiError, failure
@@ -41,7 +42,7 @@ async def add(request: Request, service: Asked) -> Response:
     """
     source, wanted = await documents.read(request, ContextRequest)
     if "text/event-stream" in request.headers.get("accept", ""):
-        return StreamingResponse(_events(service, source, wanted), media_type="text/event-stream")
+        return StreamingResponse(_events(service, source, wanted), media_type="text/event-stream", headers=UNBUFFERED)
 
     async def work() -> ContextObject:
         async with asyncio.timeout(service.settings.timeout):
@@ -59,7 +60,10 @@ def page(
     order: Literal["asc", "desc"] = "desc",
 ) -> ContextList:
     """List contexts, the latest first, a page at a time."""
-    found = service.store.page(limit=limit + 1, after=after, ascending=order == "asc")
+    try:
+        found = service.store.page(limit=limit + 1, after=after, ascending=order == "asc")
+    except UnknownContext as error:
+        raise ApiError(404, str(error), code="context_not_found", param="after") from None
     data = [ContextObject.of(context) for context in found[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return ContextList(data=data, first_id=first, last_id=last, has_more=len(found) > limit)
@@ -134,9 +138,7 @@ async def _nuggets(service: Service, source: str | File, wanted: ContextRequest,
         report({"stage": "compressing", "tokens": tokens, "done": round(done, 3)})
 
     how: dict[str, Any] = {"ratio": wanted.ratio, "nuggets": wanted.nuggets, "use": wanted.use}
-    made = await service.intake.document(source, **how, begun=begun, report=share)
-    service.metrics.compressed.inc(tokens)
-    return made
+    return await service.intake.document(source, **how, begun=begun, report=share)
 
 
 async def _events(service: Service, source: str | File, wanted: ContextRequest) -> AsyncIterator[str]:

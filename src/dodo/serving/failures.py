@@ -23,6 +23,7 @@ from dodo.errors import (
     UnknownContext,
     UnsupportedFileError,
     WindowError,
+    is_out_of_memory,
 )
 from dodo.serving.answers import HungUp
 from dodo.serving.intake import TooLong
@@ -70,7 +71,7 @@ STATUSES = {
     429: "Too many requests are waiting; Retry-After says when to come again.",
     503: "The server is shutting down.",
     504: "It took too long.",
-    507: "The disk, or what the store may hold, is full; nothing was changed.",
+    507: "The disk, or what the store may hold, is full, or the memory too small; nothing was changed.",
 }
 """What each status means, for the documentation."""
 
@@ -106,8 +107,12 @@ def failure(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
             if isinstance(error, FingerprintMismatch | StoreDamaged | StoreFull | TimeoutError):
                 headers = {"x-should-retry": "false"}  # OpenAI's clients ask again otherwise, which helps with none of these
             message = str(error) or "the request took longer than this server allows; ask for less"
-            param = "context_ids" if isinstance(error, UnknownContext) else None
-            return status, _body(status, message, code, param), headers
+            return status, _body(status, message, code, None), headers
+    if is_out_of_memory(error):
+        log.warning("out of memory: %s", str(error).strip().split("\n")[0])
+        headers = {"x-should-retry": "false"}
+        told = "there is too little memory for this; send less, or compress it more"
+        return 507, _body(507, told, "out_of_memory", None), headers
     log.error("request failed", exc_info=error)
     return 500, _UNFORESEEN, headers
 
@@ -122,7 +127,8 @@ def install(app: FastAPI) -> None:
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse(_UNFORESEEN, 500)  # Starlette raises the error once more behind this, and so it gets into the log
 
-    for kind in (ApiError, RequestValidationError, ValidationError, HTTPException, *(kind for kind, _, _ in _KINDS)):
+    known = (ApiError, RequestValidationError, ValidationError, HTTPException, *(kind for kind, _, _ in _KINDS))
+    for kind in (*known, RuntimeError, MemoryError):  # as which memory that runs out comes
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(Exception, unforeseen)
 

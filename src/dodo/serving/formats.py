@@ -111,7 +111,6 @@ class TextFormat:
     def __init__(self, token: Callable[[int], str]) -> None:
         self.id = f"cmpl-{secrets.token_hex(12)}"
         self._token = token
-        self._offsets: dict[int, int] = {}
 
     def begun(self, index: int) -> dict[str, Any] | None:
         """Nothing comes before the text."""
@@ -128,16 +127,15 @@ class TextFormat:
         values: list[float] = []
         tops: list[dict[str, float]] = []
         for piece in pieces:
-            at = self._offsets.get(index, 0)
-            self._offsets[index] = at + len(piece.text)
             if piece.logprob is None or piece.token_id is None:
                 continue
             tokens.append(self._token(piece.token_id))
-            offsets.append(at)
+            offsets.append(piece.offset)
             values.append(piece.logprob)
             best: dict[str, float] = {}
             for token, logprob in piece.top or ():  # best first; tokens of the same text are one entry
                 best.setdefault(self._token(token), logprob)
+            best.setdefault(tokens[-1], piece.logprob)  # one more, where it is none of the likeliest
             tops.append(best)
         logprobs = {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets} if tokens else None
         text = "".join(piece.text for piece in pieces)

@@ -33,6 +33,9 @@ _TURN_MEMORY = 256 * 1024**2
 _SCORE_MEMORY, _TOKEN_BYTES = 64 * 1024**2, 400
 """Bytes of scored texts, which are looked at with one ratio after another; and of one token of these, about."""
 
+_LEFT_OUT = "[...]"
+"""In the place of a message that stands above as nuggets."""
+
 T = TypeVar("T")
 
 
@@ -62,10 +65,20 @@ class Intake:
     Args:
         dodo, engine, prompting: the model, its thread, its tokenizer.
         settings: limits, and when and how messages are compressed.
+        compressed: told the number of tokens of each text that was.
     """
 
-    def __init__(self, dodo: Dodo, engine: Engine, prompting: Prompting, settings: Settings) -> None:
+    def __init__(
+        self,
+        dodo: Dodo,
+        engine: Engine,
+        prompting: Prompting,
+        settings: Settings,
+        *,
+        compressed: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
         self._dodo, self._engine, self._prompting, self._settings = dodo, engine, prompting, settings
+        self._compressed = compressed
         self._waiting = 0
         self._messages: Held[Nuggets] = Held(_TURN_MEMORY)
         self._compressing: Shared[Nuggets] = Shared()
@@ -102,7 +115,9 @@ class Intake:
             with reporting(self._dodo.compressor, len(ids), report):
                 return self._dodo.compress_ids([ids], ratio=ratio, nuggets=nuggets, use=use).to(device="cpu")
 
-        return await self._run(compress)
+        made = await self._run(compress)
+        self._compressed(len(ids))
+        return made
 
     async def scored(self, text: str, use: Use = "questions") -> Scored:
         """A text's tokens and what the scorer thinks of each. Asked again for a text it has seen lately, it knows.
@@ -174,16 +189,18 @@ class Intake:
     async def turns(self, turns: Sequence[Turn]) -> Conversation:
         """Compress the long messages of a conversation, if the server does that.
 
-        Of the last message, the last line stays as it is: it is what is asked.
+        Of the last message, the last line stays as it is: it is what is asked. Where the chat template can't show what is left,
+        as those that want user and assistant in turns, a mark stands in the places of the others.
 
         Raises:
             InputError: the last line of the last message is itself too long.
             TooLong, QueueFull: see `document`.
         """
-        limit, made, kept = self._settings.compress_over, list[Nuggets](), list[Turn]()
+        limit, made, kept, marked = self._settings.compress_over, list[Nuggets](), list[Turn](), list[Turn]()
         for i, (role, text) in enumerate(turns):
             if limit is None or await self._tokens(text) <= limit:
                 kept.append((role, text))
+                marked.append((role, text))
                 continue
             if i == len(turns) - 1:
                 text, _, asked = text.rstrip().rpartition("\n")
@@ -193,7 +210,10 @@ class Intake:
                         "with a question on a line of its own; put it there, or in a message of its own"
                     )
                 kept.append((role, asked))
+            marked.append((role, asked if i == len(turns) - 1 else _LEFT_OUT))
             made.append(await self._message(text))
+        if len(kept) < len(turns) and not await asyncio.to_thread(self._prompting.shows, kept):
+            kept = marked
         return Conversation(tuple(made), tuple(kept))
 
     async def _message(self, text: str) -> Nuggets:

@@ -95,6 +95,15 @@ class Prompting:
             ids = conversation_ids(self._dodo.tokenizer, rendered, texts)
             return ids if over_contexts else self._dodo.with_bos(ids)
 
+    def shows(self, turns: Sequence[Turn]) -> bool:
+        """Whether the chat template can show a conversation."""
+        try:
+            with self._guard:
+                self._rendered(turns)
+        except InputError:
+            return False
+        return True
+
     def token(self, token_id: int) -> str:
         """The text of a token, as it is behind others. Waits for nobody."""
         before, both = (self._decoded(ids) for ids in ([self._anchor], [self._anchor, token_id]))

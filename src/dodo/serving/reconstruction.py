@@ -24,9 +24,9 @@ async def reconstruct(context_id: str, asked: ReconstructionRequest, request: Re
     """Rebuild the text of a context, as far as its nuggets allow."""
 
     async def prepare() -> Prepared:
-        nuggets = await joined(service, [context_id], ())
+        nuggets = await joined(service, [context_id], (), param=None)
         assert nuggets is not None
-        return Prepared(nuggets, [None], tokens=int(nuggets.lengths) + 1)
+        return Prepared(nuggets, [None], tokens=service.dodo.rebuilt_tokens(nuggets)[0])
 
     form = TextFormat(service.prompting.token)
     return await respond(request, service, asked, prepare, form, wanted=asked.max_tokens, top=None)

@@ -85,6 +85,7 @@ class Piece:
     text: what is certain by now: complete characters, and nothing that may turn out to begin a stop text; often empty.
     logprob: natural logarithm of the token's probability, before temperature and top_p; None where none were asked for.
     top: the most likely tokens and theirs, best first.
+    offset: characters of the answer before the token, also of those that are held back.
     finish: why the answer ends with this piece, or None.
     """
 
@@ -93,6 +94,7 @@ class Piece:
     logprob: float | None = None
     top: Sequence[tuple[int, float]] | None = None
     finish: Literal["stop", "length"] | None = None
+    offset: int = 0
 
 
 class Ticket:

@@ -33,16 +33,11 @@ class Service:
     @classmethod
     def start(cls, settings: Settings, dodo: Dodo, metrics: Metrics, *, now: int, store: AnyStore | None = None) -> "Service":
         """Open the store, unless it is given, and start the engine."""
-        store = store or Store(
-            settings.store,
-            memory_limit=settings.memory_limit,
-            disk_limit=settings.disk_limit,
-            storage=settings.storage,
-        )
+        store = store or open_store(settings)
         engine = Engine(dodo, max_batch=settings.max_batch, max_queue=settings.max_queue, max_states=settings.max_states)
         metrics.watch(engine, store)
         prompting = Prompting(dodo)
-        intake = Intake(dodo, engine, prompting, settings)
+        intake = Intake(dodo, engine, prompting, settings, compressed=metrics.compressed.inc)
         return cls(settings, dodo, engine, store, prompting, intake, metrics, now)
 
     def close(self) -> None:
@@ -61,6 +56,15 @@ class Service:
             raise ApiError(
                 404, f"there is no model {name[:80]!r} here, but {self.model!r}", code="model_not_found", param="model"
             )
+
+
+def open_store(settings: Settings) -> Store:
+    """The store that the settings name.
+
+    Raises:
+        InputError: its folder can't be used.
+    """
+    return Store(settings.store, memory_limit=settings.memory_limit, disk_limit=settings.disk_limit, storage=settings.storage)
 
 
 def _service(request: Request) -> Service:

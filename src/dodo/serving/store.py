@@ -154,14 +154,16 @@ class Store:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.executescript(_SCHEMA)
+            with self._writing():
+                if not any(column["name"] == "use" for column in self._db.execute("PRAGMA table_info(contexts)")):
+                    self._db.execute("ALTER TABLE contexts ADD COLUMN use TEXT")
+                self._sweep()
+                self._alive.acquire()
+                self._incoming.mkdir()
         except (OSError, sqlite3.Error) as error:
+            if hasattr(self, "_db"):
+                self._db.close()
             raise InputError(f"the store {folder} can't be used: {error}; give a folder that is writable") from None
-        with self._writing():
-            if not any(column["name"] == "use" for column in self._db.execute("PRAGMA table_info(contexts)")):
-                self._db.execute("ALTER TABLE contexts ADD COLUMN use TEXT")
-            self._sweep()
-            self._alive.acquire()
-            self._incoming.mkdir()
 
     def close(self) -> None:
         """Let go of the folder."""

@@ -1,6 +1,6 @@
 // A question, answered from the nuggets and from the whole text, side by side.
 
-import { contextOf } from "./context.js";
+import { overContext } from "./context.js";
 import { stream } from "./stream.js";
 import { Running } from "./running.js";
 
@@ -27,9 +27,10 @@ export function answer(section, model, about) {
     const [fromNuggets, fromWhole] = cards;
     const begun = Promise.withResolvers(); // the whole text waits for the first word from the nuggets, and slows nothing before it
     const nuggets = fill(fromNuggets, async (into, facts) => {
-      const id = await contextOf(source, "questions", { report: (said) => (facts.textContent = said), signal });
-      const json = { ...request(asked), context_ids: [id] };
-      await stream("v1/chat/completions", json, { into, facts, signal, first: begun.resolve });
+      const how = { report: (said) => (facts.textContent = said), signal };
+      await overContext(source, "questions", how, (id) =>
+        stream("v1/chat/completions", { ...request(asked), context_ids: [id] }, { into, facts, signal, first: begun.resolve }),
+      );
     }).finally(begun.resolve);
     const whole = fill(fromWhole, async (into, facts) => {
       facts.textContent = "waiting …";

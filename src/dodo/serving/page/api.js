@@ -2,8 +2,13 @@
 
 const KEY = "dodo-key";
 
-/** What the server said was wrong. */
-export class ApiError extends Error {}
+/** What the server said was wrong; `code` is its name for it. */
+export class ApiError extends Error {
+  constructor(message, code = null) {
+    super(message);
+    this.code = code;
+  }
+}
 
 /** Use this key until the tab is closed. */
 export const useKey = (key) => sessionStorage.setItem(KEY, key);
@@ -29,7 +34,7 @@ export async function call(path, { method, json, form, accept, signal, keepalive
   const said = await response.json().catch(() => null);
   const message = said?.error?.message ?? `the server answered with status ${response.status}`;
   if (response.status === 401) document.dispatchEvent(new CustomEvent("locked", { detail: { tried: Boolean(key) } }));
-  throw new ApiError(message);
+  throw new ApiError(message, said?.error?.code);
 }
 
 /** The answer to a call, as JSON. */
@@ -49,7 +54,7 @@ export async function* events(response) {
         const fields = Object.fromEntries(block.split("\n").map((line) => line.split(/: (.*)/s)));
         if (fields.data === "[DONE]") return;
         const data = JSON.parse(fields.data);
-        if (data.error) throw new ApiError(data.error.message);
+        if (data.error) throw new ApiError(data.error.message, data.error.code);
         yield { event: fields.event, data };
       }
     }

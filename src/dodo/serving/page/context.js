@@ -1,6 +1,6 @@
 // The text as the server keeps it while this page asks about it: one text at a time, deleted when it is left behind.
 
-import { ask, call, events } from "./api.js";
+import { ApiError, ask, call, events } from "./api.js";
 
 let held = null; // {text, ratio, of: by use, {reports, made: a promise of its id}}
 
@@ -28,6 +28,19 @@ export function contextOf({ text, name, ratio }, use, { report, signal }) {
   return Promise.race([made, givenUp]);
 }
 
+/** Do some work over that context; where the server keeps it no more, make it once more first. */
+export async function overContext(source, use, how, work) {
+  const id = await contextOf(source, use, how);
+  try {
+    return await work(id);
+  } catch (problem) {
+    if (problem.code !== "context_not_found") throw problem;
+    const gone = held?.of.get(use);
+    if (gone && (await gone.made.catch(() => null)) === id) held.of.delete(use);
+    return work(await contextOf(source, use, how));
+  }
+}
+
 /** Delete what is kept. */
 export function leave() {
   for (const { made } of held?.of.values() ?? [])
@@ -42,5 +55,6 @@ async function make(json, reports) {
     const share = data.done === undefined ? "" : ` ${Math.round(100 * data.done)}%`;
     if (event === "progress") for (const report of reports) report(`${data.stage} …${share}`);
   }
+  if (id === null) throw new ApiError("the connection ended before the text was compressed; try again");
   return id;
 }

@@ -1,6 +1,6 @@
 // The text rebuilt from its nuggets, and where it differs.
 
-import { contextOf } from "./context.js";
+import { overContext } from "./context.js";
 import { count } from "./costs.js";
 import { difference } from "./difference.js";
 import { Running } from "./running.js";
@@ -22,9 +22,11 @@ export function rebuild(section, model, about) {
   async function work(signal) {
     const source = about();
     try {
-      const id = await contextOf(source, model.by_use ? "text" : "questions", { report: (said) => (facts.textContent = said), signal });
-      into.hidden = false;
-      const { text } = await stream(`v1/contexts/${id}/reconstruction`, {}, { into, facts, signal });
+      const how = { report: (said) => (facts.textContent = said), signal };
+      const { text } = await overContext(source, model.by_use ? "text" : "questions", how, (id) => {
+        into.hidden = false;
+        return stream(`v1/contexts/${id}/reconstruction`, {}, { into, facts, signal });
+      });
       const found = difference(source.text, text);
       if (found === null) return facts.append(" · too long to mark differences");
       into.replaceChildren(...found.parts.map(shown));
