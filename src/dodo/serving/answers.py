@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from dodo.serving.engine import Engine
 from dodo.serving.request import Piece, Request, Ticket
 
-__all__ = ["Answers", "HungUp", "Streamed", "unless_hung_up"]
+__all__ = ["UNBUFFERED", "Answers", "HungUp", "Streamed", "unless_hung_up"]
 
 T = TypeVar("T")
 

@@ -10,11 +10,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from dodo.errors import InputError, UnknownContext
+from dodo.errors import InputError
 from dodo.nuggets import Nuggets
 from dodo.serving import request as engine_request
 from dodo.serving.answers import Answers, Streamed, unless_hung_up
-from dodo.serving.failures import ApiError, failure
+from dodo.serving.failures import ApiError, asked_in, failure
 from dodo.serving.formats import ChatFormat, Format, TextFormat, Usage
 from dodo.serving.schemas import ChatRequest, CompletionRequest, Sampling
 from dodo.serving.service import Asked, Service
@@ -107,10 +107,8 @@ async def joined(
         parts = [part.to(dtype=service.dodo.compressor.base.dtype) for part in parts]
         return Nuggets.cat(parts) if len(parts) > 1 else parts[0] if parts else None
 
-    try:
+    with asked_in(param):
         return await asyncio.to_thread(join)
-    except UnknownContext as error:
-        raise ApiError(404, str(error), code="context_not_found", param=param) from None
 
 
 async def respond(

@@ -9,13 +9,12 @@ from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from dodo.errors import UnknownContext
 from dodo.nuggets import Nuggets
 from dodo.serving import documents
 from dodo.serving.answers import UNBUFFERED, unless_hung_up
 from dodo.serving.documents import File
 from dodo.serving.extraction import is_nuggets
-from dodo.serving.failures import ApiError, failure
+from dodo.serving.failures import ApiError, asked_in, failure
 from dodo.serving.schemas import ContextList, ContextObject, ContextRequest, Deleted
 from dodo.serving.service import Asked, Service
 from dodo.serving.store import AnyStore, Context
@@ -60,10 +59,8 @@ def page(
     order: Literal["asc", "desc"] = "desc",
 ) -> ContextList:
     """List contexts, the latest first, a page at a time."""
-    try:
+    with asked_in("after"):
         found = service.store.page(limit=limit + 1, after=after, ascending=order == "asc")
-    except UnknownContext as error:
-        raise ApiError(404, str(error), code="context_not_found", param="after") from None
     data = [ContextObject.of(context) for context in found[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return ContextList(data=data, first_id=first, last_id=last, has_more=len(found) > limit)

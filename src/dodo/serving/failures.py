@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -28,7 +29,7 @@ from dodo.errors import (
 from dodo.serving.answers import HungUp
 from dodo.serving.intake import TooLong
 
-__all__ = ["STATUSES", "ApiError", "failure", "install"]
+__all__ = ["STATUSES", "ApiError", "asked_in", "failure", "install"]
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,15 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
+
+
+@contextmanager
+def asked_in(param: str | None) -> Iterator[None]:
+    """A context that is not there is what this field of the request asks for; None: its path does."""
+    try:
+        yield
+    except UnknownContext as error:
+        raise ApiError(404, str(error), code="context_not_found", param=param) from None
 
 
 def failure(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:

@@ -14,7 +14,7 @@ from dodo.serving.prompting import Prompting
 from dodo.serving.settings import Settings
 from dodo.serving.store import AnyStore, Store
 
-__all__ = ["Asked", "Service"]
+__all__ = ["Asked", "Service", "open_store"]
 
 
 @dataclass(frozen=True)
