@@ -243,6 +243,7 @@ def test_a_base_without_the_asked_attention_says_what_to_take(tmp_path: Path) ->
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(InputError, match="has no attention backend 'sdpa'; take .*'eager'; in a recipe, running.attention"):
         load_base(tmp_path, attn_implementation="sdpa")
+    assert load_base(tmp_path).model.config._attn_implementation == "eager"
 
 
 def test_a_base_of_one_layer_is_refused_by_name(tmp_path: Path) -> None:

@@ -81,6 +81,12 @@ def load_base(
     try:
         config = AutoConfig.from_pretrained(source, **where)
         check_supported(config, allow_untested=allow_untested)
+        if (
+            getattr(config, "attn_logit_softcapping", None) is not None
+        ):  # `sdpa` leaves it out, and transformers 5.6 lets it
+            if attn_implementation == "sdpa":
+                raise _without_attention(name, attn_implementation)
+            options["attn_implementation"] = attn_implementation or "eager"
         if quantization is not None:
             if dtype == "auto":
                 stored = config.dtype or torch.float32
@@ -103,8 +109,7 @@ def load_base(
         raise
     except Exception as error:  # transformers raises whatever a broken file makes it stumble over
         if "scaled_dot_product_attention" in str(error):
-            wanted = "attn_implementation='eager'; in a recipe, running.attention: eager"
-            raise InputError(f"the base {str(name)!r} has no attention backend {attn_implementation!r}; take {wanted}") from None
+            raise _without_attention(name, attn_implementation) from None
         raise _unreadable(name, "base model", error) from error
     local = Path(source).is_dir() and str(name) not in BASES
     known_as = str(Path(name).expanduser().absolute()) if local else str(name)
@@ -137,6 +142,11 @@ def _tokenizer(name: str | Path, source: str, where: dict[str, Any]) -> PreTrain
     if "gguf_file" in where and not gives_back(tokenizer):
         raise InputError(f"{str(name)!r}: transformers reads its tokenizer wrongly; take a later one, or the model as a folder")
     return tokenizer
+
+
+def _without_attention(name: str | Path, attention: str | None) -> InputError:
+    wanted = "attn_implementation='eager'; in a recipe, running.attention: eager"
+    return InputError(f"the base {str(name)!r} has no attention backend {attention!r}; take {wanted}")
 
 
 def _unreadable(name: str | Path, what: str, error: Exception) -> InputError:
