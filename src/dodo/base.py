@@ -81,9 +81,7 @@ def load_base(
     try:
         config = AutoConfig.from_pretrained(source, **where)
         check_supported(config, allow_untested=allow_untested)
-        if (
-            getattr(config, "attn_logit_softcapping", None) is not None
-        ):  # `sdpa` leaves it out, and transformers 5.6 lets it
+        if getattr(config, "attn_logit_softcapping", None) is not None:  # `sdpa` leaves it out, and transformers 5.6 lets it
             if attn_implementation == "sdpa":
                 raise _without_attention(name, attn_implementation)
             options["attn_implementation"] = attn_implementation or "eager"
