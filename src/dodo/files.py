@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["for_all_to_read", "is_safetensors", "replacing", "write_whole"]
+__all__ = ["for_all_to_read", "is_nuggets", "is_safetensors", "replacing", "write_whole"]
 
 _LARGEST_HEADER = 100_000_000
 """Bytes; safetensors' own limit. Eight bytes of text, read as a number, are far above it."""
@@ -20,6 +20,11 @@ def is_safetensors(data: bytes) -> bool:
     (True, False, False)
     """
     return data[8:9] == b"{" and int.from_bytes(data[:8], "little") <= _LARGEST_HEADER
+
+
+def is_nuggets(data: bytes, name: str) -> bool:
+    """Whether a file is, or says that it is, a nuggets file."""
+    return is_safetensors(data) or Path(name).suffix.lower() == ".nuggets"
 
 
 def for_all_to_read(path: str | Path) -> None:

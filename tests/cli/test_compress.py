@@ -159,7 +159,7 @@ def test_directory_is_refused(run, tmp_path, no_model):
     [
         (b"caf\xe9 au lait", "byte 0xe9 at byte offset 3"),
         (b"\x89PNG\r\n\x1a\n\0\0\0", "byte 0x00 at byte offset 8"),
-        ("naïve".encode("utf-16"), "is UTF-16 (byte offset 0)"),
+        ("naïve".encode("utf-16")[:-1], "is not UTF-16 text: byte 0x65 at byte offset 10"),
         ("你好".encode()[:-1], "byte offset 3"),
     ],
 )
@@ -185,6 +185,27 @@ def test_empty_file_is_refused(data, run, tmp_path, no_model):
     result = run("compress", path)
     assert result.exit_code == 1
     assert "is empty" in result.stderr
+
+
+def test_of_a_page_what_a_reader_sees_is_compressed(run, tmp_path, models):
+    pytest.importorskip("inscriptis", reason="an extra")
+    page, text = tmp_path / "page.html", tmp_path / "text.txt"
+    page.write_text("<!doctype html><title>no</title><p>The <b>dodo</b> was a bird.</p>", encoding="utf-8")
+    text.write_text("The dodo was a bird.", encoding="utf-8")
+    made = [Nuggets.load(compressed(run, path, "--model", models.base)["output"]) for path in (page, text)]
+    assert made[0].token_ids.tolist() == made[1].token_ids.tolist()
+    piped = compressed(run, "-", "-o", tmp_path / "piped.nuggets", "--model", models.base, stdin=page.read_bytes())
+    assert piped["n"] == int(made[0].lengths)
+
+
+def test_a_files_text_is_compressed_as_it_stands(run, tmp_path, models):
+    """White space at its ends included; whether it is UTF-8 or marked as UTF-16."""
+    sizes = []
+    for text, encoding in ((TEXT, "utf-8"), (f"{TEXT}\n\n", "utf-8"), (f"{TEXT}\n\n", "utf-16")):
+        path = tmp_path / f"{len(sizes)}.txt"
+        path.write_text(text, encoding=encoding, newline="\n")
+        sizes.append(compressed(run, path, "--model", models.base)["n"])
+    assert sizes[0] < sizes[1] == sizes[2]
 
 
 def test_blank_text_has_a_defined_result(run, tmp_path, models):

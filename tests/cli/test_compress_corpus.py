@@ -183,6 +183,17 @@ def test_documents_that_fail_are_named_at_the_end_and_stop_nothing(compress, cor
     assert {row["document"] for row in index(out)} == {*NAMES, "ac.jsonl#2", "ac.jsonl#5"}
 
 
+def test_pages_are_documents_too_where_what_reads_them_is_installed(compress, corpus, out, monkeypatch):
+    pytest.importorskip("inscriptis", reason="an extra")
+    (corpus / "f.html").write_text("<html><body><p>A page.</p></body></html>", encoding="utf-8")
+    (corpus / "g.pdf").write_bytes(b"%PDF-1.7")
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    report = compress(corpus)
+    assert {row["document"] for row in index(out)} == {*NAMES, "f.html"}
+    assert [failure["document"] for failure in report["failed"]] == ["g.pdf"]
+    assert "dodo-lm[documents]" in report["failed"][0]["error"]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
 def test_what_links_lead_to_is_read_and_links_to_nowhere_fail(compress, corpus, out, tmp_path):
     (tmp_path / "elsewhere").mkdir()
@@ -197,14 +208,14 @@ def test_what_links_lead_to_is_read_and_links_to_nowhere_fail(compress, corpus, 
 
 def test_files_of_other_kinds_are_left_out_with_a_warning(compress, corpus, out):
     assert "files left out: 1, the first of them picture.png" in " ".join(compress(corpus)["stderr"].split())
-    (corpus / "b/paper.pdf").write_bytes(b"%PDF")
+    (corpus / "b/paper.odt").write_bytes(b"PK")
     (corpus / "list.json").write_text('[{"text": "A."}]', encoding="utf-8")
     (corpus / ".hidden").mkdir()
     for name in (".hidden/picture.png", ".DS_Store", "made.nuggets"):
         (corpus / name).write_bytes(b"")
     report = compress(corpus)
     assert report["skipped"] == len(NAMES)
-    assert "files left out: 3, the first of them b/paper.pdf; documents are in" in " ".join(report["stderr"].split())
+    assert "files left out: 3, the first of them b/paper.odt; documents are in" in " ".join(report["stderr"].split())
     (corpus / "picture.png").unlink()
     for name in ("b/paper.pdf", "list.json"):
         (corpus / name).unlink()

@@ -1,4 +1,4 @@
-"""`dodo compress`: a text into a nuggets file."""
+"""`dodo compress`: a document into a nuggets file."""
 
 import dataclasses
 import time
@@ -33,7 +33,8 @@ STORAGE = ("float32", "bfloat16", "float16", "int8")
 Examples:
   dodo compress report.txt                          writes report.nuggets
   dodo compress report.txt --ratio 20 --storage int8 --force
-  pdftotext paper.pdf - | dodo compress - -o paper.nuggets --nuggets 200
+  dodo compress paper.pdf --nuggets 200             also html and docx
+  curl -s https://example.org | dodo compress - -o example.nuggets
 """
 )
 @click.argument("file")
@@ -67,7 +68,7 @@ def command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Compress the text in FILE ('-' is standard input) and write its nuggets.
+    """Compress the text in FILE (txt, md, html, pdf, docx; '-' is standard input) and write its nuggets.
 
     Prints n (tokens of the text), k (nuggets), the states held (nuggets, and the first token where it is kept), the ratio
     reached, bytes held against those of the full cache, the file's size, and seconds.

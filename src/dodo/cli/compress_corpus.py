@@ -56,9 +56,10 @@ def command(
 ) -> None:
     """Compress each document in INPUT and write it to the folder OUT.
 
-    INPUT is a folder of texts (.txt, .md), JSON lines (.jsonl, .jsonl.xz, .jsonl.gz; the field 'text' of each) and parquet
-    files, or one such file. Documents that fail are listed at the end, and the exit code is 1. Folders in INPUT that an earlier
-    run wrote are left out. OUT is for one INPUT: names in its index are within that.
+    INPUT is a folder of texts (.txt, .md), HTML, PDF and Word files (.html, .pdf, .docx), JSON lines (.jsonl, .jsonl.xz,
+    .jsonl.gz; the field 'text' of each) and parquet files, or one such file. Documents that fail are listed at the end, and the
+    exit code is 1. Folders in INPUT that an earlier run wrote are left out. OUT is for one INPUT: names in its index are within
+    that.
 
     With --ray, all machines must see INPUT, OUT and the model under the same names, and have Dodo.
     """

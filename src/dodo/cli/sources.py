@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from dodo.data.reading import decode_text
+from dodo.data.extraction import extract
 from dodo.errors import DodoError, InputError
 from dodo.files import is_safetensors, replacing
 
@@ -25,12 +25,12 @@ def read_text(name: str) -> str:
 
     Raises:
         click.UsageError: no such file, or a directory.
-        InputError: not UTF-8 text, empty, or a nuggets file.
+        InputError: without text, or a nuggets file; see `extract`.
     """
     data = _read(name)
     if is_safetensors(data):
         raise InputError(f"{name} is a nuggets or safetensors file, not a text; ask it questions with: dodo ask {name} ...")
-    return _decode(data, name)
+    return _text(data, name)
 
 
 def read_source(name: str) -> Source:
@@ -38,7 +38,7 @@ def read_source(name: str) -> Source:
 
     Raises:
         click.UsageError: no such file, or a directory.
-        InputError: neither nuggets nor UTF-8 text, or empty.
+        InputError: neither nuggets nor a file that text is taken from; see `extract`.
     """
     data = _read(name)
     if name != "-":
@@ -46,9 +46,9 @@ def read_source(name: str) -> Source:
             return Path(name)
         if Path(name).suffix == ".nuggets":
             with suppress(InputError):
-                return _decode(data, name)
+                return _text(data, name)
             return Path(name)  # empty, or damaged from its first bytes: loading it says so
-    return _decode(data, name)
+    return _text(data, name)
 
 
 def check_output(path: Path, *, flag: str, force: bool) -> None:
@@ -98,5 +98,5 @@ def _read(name: str) -> bytes:
         raise InputError(f"FILE {name}: could not be read: {error.strerror or error}") from None
 
 
-def _decode(data: bytes, name: str) -> str:
-    return decode_text(data, "standard input" if name == "-" else name)
+def _text(data: bytes, name: str) -> str:
+    return extract(data, "" if name == "-" else name, "standard input" if name == "-" else name)

@@ -1,4 +1,4 @@
-"""The documents of a corpus: texts, JSON lines, parquet; in a folder or a single file.
+"""The documents of a corpus: texts, HTML, PDF and Word files, JSON lines, parquet; in a folder or a single file.
 
 What can't be read is handed on as a failure in its place, so that the rest is read all the same.
 """
@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dodo.data import extraction
 from dodo.data.reading import read_each, text_field
-from dodo.errors import DodoWarning, InputError
+from dodo.errors import DodoError, DodoWarning, InputError
 
 __all__ = ["INDEX", "SUFFIXES", "Document", "Failure", "documents", "files_of", "pieces"]
 
-SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.xz", ".jsonl.gz", ".parquet")
+SUFFIXES = (*extraction.SUFFIXES, ".jsonl", ".jsonl.xz", ".jsonl.gz", ".parquet")
 INDEX = "index.jsonl"
 """In a folder that documents are compressed into, beside their nuggets."""
 DOCUMENTS, CHARACTERS = 32, 8192
@@ -101,7 +102,7 @@ def documents(files: Sequence[Path], source: Path) -> Iterator[Document | Failur
         if path.is_dir():
             yield Failure(name, "this folder can't be read")
             continue
-        whole = name.lower().endswith((".txt", ".md"))
+        whole = name.lower().endswith(extraction.SUFFIXES)
         number = 0
         try:
             for number, record in enumerate(read_each(path, fields=("text",)), 1):
@@ -112,7 +113,7 @@ def documents(files: Sequence[Path], source: Path) -> Iterator[Document | Failur
                     yield Document(here, text_field(record))
                 except InputError as error:
                     yield Failure(here, str(error))
-        except InputError as error:
+        except DodoError as error:  # also of a package that reads such files
             yield Failure(name, str(error) if whole else f"{error}; read as far as record {number}")
 
 

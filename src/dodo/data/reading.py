@@ -1,6 +1,6 @@
-"""Records from files and datasets: JSON lines (plain, .xz, .gz), JSON, text, parquet, Hugging Face ids; one dictionary each.
+"""Records from files and datasets: JSON lines (plain, .xz, .gz), JSON, documents, parquet, Hugging Face ids; one dictionary each.
 
-Nothing is held in memory but the record at hand, of a JSON file all. A text file is one document.
+Nothing is held in memory but the record at hand, of a JSON file all. A text, HTML, PDF or Word file is one record.
 """
 
 import glob
@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dodo.data.extraction import SUFFIXES, extract
 from dodo.errors import InputError
 
 __all__ = [
     "NON_COMMERCIAL",
     "answers_field",
-    "decode_text",
     "naming",
     "permits_commercial_use",
     "read_all",
@@ -66,8 +66,9 @@ def read_records(source: str, *, fields: Sequence[str] | None = None) -> Iterato
     """Records of one file or dataset, in order.
 
     Args:
-        source: `*.jsonl`, `*.jsonl.xz`, `*.jsonl.gz`, `*.json` (a list of records, or SQuAD's own form), `*.txt`, `*.md`
-            or `*.tokens` (one record with `text`), `*.parquet`, or `hf:owner/name[:config][@split]`, streamed.
+        source: `*.jsonl`, `*.jsonl.xz`, `*.jsonl.gz`, `*.json` (a list of records, or SQuAD's own form), `*.parquet`, `*.tokens`
+            or a document of a kind in `extraction.SUFFIXES` (one record with `text`), or `hf:owner/name[:config][@split]`,
+            streamed.
         fields: of a parquet file, if it has them, no others are read.
 
     Raises:
@@ -120,47 +121,20 @@ def read_each(path: Path, *, fields: Sequence[str] | None = None) -> Iterator[Re
     name = path.name.lower()
     if name.endswith(".parquet"):
         yield from _read_parquet(path, fields)
-    elif name.endswith((".txt", ".md", ".tokens")):
+    elif name.endswith((*SUFFIXES, ".tokens")):
         try:
             data = path.read_bytes()
         except OSError as error:
             raise InputError(f"{path} can't be read: {error.strerror or error}") from None
-        yield {"text": decode_text(data, str(path)), "source": str(path)}
+        yield {"text": extract(data, path.name, str(path)), "source": str(path)}
     elif name.endswith((".jsonl", ".jsonl.xz", ".jsonl.gz")):
         yield from _read_lines(path)
     elif name.endswith(".json"):
         yield from _read_json(path)
     else:
-        raise InputError(f"{path}: data files end in .jsonl, .jsonl.xz, .jsonl.gz, .json, .txt, .md, .tokens or .parquet")
-
-
-def decode_text(data: bytes, shown: str) -> str:
-    """The text of a file's bytes, without a byte order mark.
-
-    Args:
-        data: UTF-8.
-        shown: what the file is called.
-
-    Raises:
-        InputError: not UTF-8 text, or empty.
-    """
-    if not data:
-        raise InputError(f"{shown} is empty: there is no text to read")
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise InputError(f"{shown} is UTF-16 (byte offset 0), not UTF-8; convert it: iconv -f UTF-16 -t UTF-8")
-    if (offset := data.find(b"\0")) >= 0:
-        raise InputError(f"{shown} is binary, not text: byte 0x00 at byte offset {offset}; give a UTF-8 text")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
         raise InputError(
-            f"{shown} is not UTF-8 text: byte 0x{data[error.start]:02x} at byte offset {error.start}; "
-            "convert it (for instance iconv -f LATIN1 -t UTF-8) or give another file"
-        ) from None
-    text = text.removeprefix("\ufeff")
-    if not text:
-        raise InputError(f"{shown} is empty but for a byte order mark: there is no text to read")
-    return text
+            f"{path}: data files end in .jsonl, .jsonl.xz, .jsonl.gz, .json, .parquet, .tokens, {', '.join(SUFFIXES)}"
+        )
 
 
 def text_field(record: Record, name: str = "text") -> str:

@@ -9,11 +9,11 @@ from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from dodo.files import is_nuggets
 from dodo.nuggets import Nuggets
 from dodo.serving import documents
 from dodo.serving.answers import UNBUFFERED, unless_hung_up
 from dodo.serving.documents import File
-from dodo.serving.extraction import is_nuggets
 from dodo.serving.failures import ApiError, asked_in, failure
 from dodo.serving.schemas import ContextList, ContextObject, ContextRequest, Deleted
 from dodo.serving.service import Asked, Service

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
+from dodo.data.extraction import extract
 from dodo.errors import UnsupportedFileError
-from dodo.serving.extraction import extract
 from dodo.serving.failures import ApiError
 from dodo.serving.schemas import DocumentRequest
 

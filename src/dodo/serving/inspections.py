@@ -9,11 +9,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from dodo.architecture import state_bytes
+from dodo.files import is_nuggets
 from dodo.inspection import Inspection, Span, inspect_scores, visible
 from dodo.serving import documents
 from dodo.serving.answers import unless_hung_up
 from dodo.serving.documents import File
-from dodo.serving.extraction import is_nuggets
 from dodo.serving.failures import ApiError
 from dodo.serving.schemas import InspectedSpan, InspectedToken, InspectionObject, InspectionRequest
 from dodo.serving.service import Asked, Service

@@ -1,22 +1,27 @@
 """Laws of taking texts from files."""
 
 import io
+import sys
 import zipfile
 
-import docx
 import pytest
-from pypdf import PdfWriter
-from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
-from dodo.errors import InputError, UnsupportedFileError
-from dodo.serving import extraction
-from dodo.serving.extraction import extract, is_nuggets
+from dodo.data import extraction
+from dodo.data.extraction import extract
+from dodo.data.reading import read_texts
+from dodo.errors import DodoError, InputError, UnsupportedFileError
+from dodo.files import is_nuggets
+
+docx, pypdf = pytest.importorskip("docx", reason="an extra"), pytest.importorskip("pypdf", reason="an extra")
+pytest.importorskip("inscriptis", reason="an extra")
 
 TEXT = "The dodo lived on Mauritius.\nIt could not fly — café, 你好."
 
 
 def pdf(*pages: str, password: str | None = None) -> bytes:
-    writer = PdfWriter()
+    from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
+
+    writer = pypdf.PdfWriter()
     font = DictionaryObject({NameObject("/Type"): NameObject("/Font"), NameObject("/Subtype"): NameObject("/Type1")})
     font[NameObject("/BaseFont")] = NameObject("/Helvetica")
     for text in pages:
@@ -43,10 +48,10 @@ def word() -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.md", "A.MARKDOWN", "a.csv", "a.py", "a", ""])
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "A.MARKDOWN", "a.csv", "a.json", "a.unheard-of", "a", ""])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_plain_texts_are_taken_as_they_are(name, encoding):
-    assert extract(f"\n{TEXT}\n ".encode(encoding), name) == TEXT
+    assert extract(f"\n{TEXT}\n ".encode(encoding), name) == f"\n{TEXT}\n "
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md"])
@@ -87,7 +92,7 @@ def test_contents_count_more_than_the_name():
         (b"MZ\x90\0\x03", "a.exe"),
         (b"\0\1\2\3", "a.txt"),
         (b"\0\1\2\3", ""),
-        (b"{}", "a.json"),
+        (b"{\\rtf1 text}", "a.rtf"),
         (b"PK\x03\x04 and more", "a.zip"),
         (b"a text", "a.doc"),
     ],
@@ -109,6 +114,7 @@ def test_an_archive_that_is_no_word_file_is_refused_as_such():
     ("data", "name"),
     [
         (b"caf\xe9", "a.txt"),
+        (b"\xff\xfea", "a.txt"),
         (b"%PDF-1.7\nnothing", "a.pdf"),
         (pdf("text")[:200], "a.pdf"),
         (b"no pdf", "a.pdf"),
@@ -125,9 +131,11 @@ def test_damaged_and_locked_files_are_refused_in_one_line(data, name):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("data", "name"), [(b"", "a.txt"), (b" \n", "a.md"), (b"<html></html>", "a"), (pdf(""), "a.pdf")])
+@pytest.mark.parametrize(
+    ("data", "name"), [(b"", "a.txt"), (b"\xef\xbb\xbf", "a.md"), (b"<html></html>", "a"), (pdf(""), "a.pdf")]
+)
 def test_a_file_without_text_is_refused(data, name):
-    with pytest.raises(InputError, match="no text"):
+    with pytest.raises(InputError, match="there is no text"):
         extract(data, name)
 
 
@@ -160,5 +168,20 @@ def test_merged_cells_come_once_and_tables_in_cells_are_read():
 
 
 def test_halves_of_characters_in_a_file_are_joined_or_marked(monkeypatch):
-    monkeypatch.setattr(extraction, "_reader", lambda data, name: lambda data: "a \ud83d\ude42 b \ud800 c")
+    monkeypatch.setattr(extraction, "_reader", lambda data, name, shown: lambda data, shown: "a \ud83d\ude42 b \ud800 c")
     assert extract(b"", "a.pdf") == "a 🙂 b \ufffd c"
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "package"), [(pdf("a"), "a.pdf", "pypdf"), (word(), "a.docx", "docx"), (b"<html>a", "a.html", "inscriptis")]
+)
+def test_what_reads_a_kind_is_named_where_it_is_missing(data, name, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DodoError, match=rf"'{name}': reading it needs {package}.*dodo-lm\[documents\]"):
+        extract(data, name)
+
+
+def test_documents_are_data_too(tmp_path):
+    (tmp_path / "a.pdf").write_bytes(pdf("The dodo lived here."))
+    (tmp_path / "b.HTML").write_text("<p>It could not fly.</p>", encoding="utf-8")
+    assert list(read_texts([str(tmp_path / "*")])) == ["The dodo lived here.", "It could not fly."]

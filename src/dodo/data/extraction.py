@@ -1,0 +1,165 @@
+"""The text in a file of one document: plain text, Markdown, HTML, PDF, Word.
+
+A file is known by its contents where these say what it is, otherwise by its name. Nothing in it is run or fetched. What reads
+HTML, PDF and Word is in the extra `documents`.
+"""
+
+import io
+import mimetypes
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import PurePath
+from typing import Any
+
+from dodo.errors import DodoError, InputError, UnsupportedFileError
+
+__all__ = ["SUFFIXES", "decode_text", "extract"]
+
+SUFFIXES = (".txt", ".md", ".markdown", ".html", ".htm", ".pdf", ".docx")
+"""Of files that hold one document each."""
+_KINDS = "txt, md, html, pdf, docx"
+
+_LARGEST_UNPACKED = 256 * 1024**2
+"""Bytes of a Word file, unpacked: a few kilobytes can unpack to more than there is memory."""
+
+
+_UNREAD = (".doc", ".rtf", ".ps")
+"""Suffixes of formats that look like text and are not."""
+
+
+def extract(data: bytes, name: str, shown: str | None = None) -> str:
+    """The text in a file: plain text and Markdown as they stand, of the other kinds without white space around it.
+
+    Args:
+        data: its contents; not none.
+        name: what it is called where it comes from, "" for nothing; only the suffix counts.
+        shown: what errors call it; None: its name.
+
+    Raises:
+        UnsupportedFileError: of another kind.
+        InputError: empty, damaged, locked, neither UTF-8 nor marked as UTF-16, or without any text.
+        DodoError: a package that reads its kind is not installed.
+    """
+    shown = (repr(PurePath(name).name[:80]) if name else "the file") if shown is None else shown
+    if (reader := _reader(data, name, shown)) is decode_text:
+        return decode_text(data, shown)
+    with _installed(shown):
+        text = reader(data, shown).replace("\0", "").strip()
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # halves of characters, which some PDFs map to
+    if not text:
+        raise InputError(f"there is no text in {shown}; pages that are pictures need text recognition first")
+    return text
+
+
+def decode_text(data: bytes, shown: str) -> str:
+    """The text of a file's bytes, without a byte order mark.
+
+    Args:
+        data: UTF-8, or UTF-16 with a byte order mark.
+        shown: what the file is called.
+
+    Raises:
+        UnsupportedFileError: binary.
+        InputError: text in another encoding, or empty.
+    """
+    utf16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
+    if not utf16 and (offset := data.find(b"\0")) >= 0:
+        raise UnsupportedFileError(
+            f"{shown} is binary, not text: byte 0x00 at byte offset {offset}; give a text, or a file of one of {_KINDS}"
+        )
+    try:
+        text = data.decode("utf-16" if utf16 else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{shown} is not {'UTF-16' if utf16 else 'UTF-8'} text: byte 0x{data[error.start]:02x} at byte offset {error.start}; "
+            "convert it (for instance iconv -f LATIN1 -t UTF-8) or give another file"
+        ) from None
+    if not text:
+        raise InputError(f"{shown} is empty{' but for a byte order mark' if data else ''}: there is no text to read")
+    return text
+
+
+def _reader(data: bytes, name: str, shown: str) -> Callable[[bytes, str], str]:
+    suffix = PurePath(name).suffix.lower()
+    kind = mimetypes.guess_type(f"file{suffix}")[0] or ""
+    text = suffix in (".txt", ".md", ".markdown")  # which may speak of the mark
+    if data.startswith(b"%PDF-") or (b"%PDF-" in data[:1024] and not text):
+        return _pdf
+    if data.startswith(b"PK\x03\x04") and suffix in ("", ".docx"):
+        return _docx
+    if data[:256].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html")) or kind == "text/html":
+        return _html
+    if suffix in (".pdf", ".docx"):
+        raise InputError(f"{shown} is damaged: it does not begin as a {suffix[1:]} file does")
+    if data.startswith(b"PK\x03\x04") or suffix in _UNREAD or kind.partition("/")[0] in ("image", "audio", "video", "font"):
+        raise UnsupportedFileError(f"{shown} is not of a kind that text is taken from; give one of {_KINDS}")
+    return decode_text
+
+
+@contextmanager
+def _installed(shown: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise DodoError(f"{shown}: reading it needs {error.name}: pip install 'dodo-lm[documents]'") from None
+
+
+def _html(data: bytes, shown: str) -> str:
+    from inscriptis import get_text
+    from lxml.etree import LxmlError
+
+    try:
+        return get_text(decode_text(data, shown))
+    except (LxmlError, ValueError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"the HTML file {shown} can't be read: {error}") from None
+
+
+def _pdf(data: bytes, shown: str) -> str:
+    from pypdf import PdfReader
+    from pypdf.errors import PyPdfError
+
+    try:
+        reader = PdfReader(io.BytesIO(data))
+        if reader.is_encrypted and not reader.decrypt(""):
+            raise InputError(f"the PDF file {shown} is locked; take off its password first")
+        return "\n\n".join(page.extract_text() for page in reader.pages)
+    except InputError:
+        raise
+    except (PyPdfError, RecursionError) as error:
+        raise InputError(f"the PDF file {shown} is damaged: {error}") from None
+    except Exception as error:  # what a damaged file leads pypdf into is of any kind
+        raise InputError(f"the PDF file {shown} can't be read: {error!r}") from None
+
+
+def _docx(data: bytes, shown: str) -> str:
+    from docx import Document
+
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if "word/document.xml" not in archive.namelist():
+                raise UnsupportedFileError(f"{shown} is an archive, not a Word document; give one of {_KINDS}")
+            if sum(part.file_size for part in archive.infolist()) > _LARGEST_UNPACKED:
+                raise InputError(f"the Word file {shown} unpacks to too much; give its text instead")
+        return "\n".join(_lines(Document(io.BytesIO(data))))
+    except InputError:
+        raise
+    except Exception as error:  # zipfile, lxml and python-docx each have their own
+        raise InputError(f"the Word file {shown} is damaged: {error!r}") from None
+
+
+def _lines(within: Any) -> Iterator[str]:
+    """Of a Word document, or of a table's cell: paragraphs, and rows of tables."""
+    from docx.table import Table
+
+    for block in within.iter_inner_content():
+        if not isinstance(block, Table):
+            yield block.text
+            continue
+        seen: set[Any] = set()  # cells that are merged come once for each place that they take
+        for row in block.rows:
+            cells = [cell for cell in row.cells if cell._tc not in seen and not seen.add(cell._tc)]  # type: ignore[func-returns-value]
+            if cells:
+                yield "\t".join(" ".join(filter(None, _lines(cell))) for cell in cells)
