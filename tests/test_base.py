@@ -243,7 +243,11 @@ def test_a_base_without_the_asked_attention_says_what_to_take(tmp_path: Path) ->
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(InputError, match="has no attention backend 'sdpa'; take .*'eager'; in a recipe, running.attention"):
         load_base(tmp_path, attn_implementation="sdpa")
-    assert load_base(tmp_path).model.config._attn_implementation == "eager"
+    loaded = load_base(tmp_path)
+    assert loaded.model.config._attn_implementation == "eager"
+    loaded.model.config._attn_implementation = "sdpa"  # as transformers 5.6 lets it
+    with pytest.raises(InputError, match="has no attention backend 'sdpa'"):
+        Dodo.from_model(loaded.model, loaded.tokenizer)
 
 
 def test_a_base_of_one_layer_is_refused_by_name(tmp_path: Path) -> None:

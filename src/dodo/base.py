@@ -13,14 +13,21 @@ from typing import Any, Literal, get_args
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from dodo import fingerprint
 from dodo.architecture import check_supported
 from dodo.errors import DodoError, InputError
 from dodo.pull import BASES, Progress, gives_back, pull
 
-__all__ = ["LoadedBase", "Quantization", "computes_in", "held_in", "load_base", "load_tokenizer"]
+__all__ = ["LoadedBase", "Quantization", "check_attention", "computes_in", "held_in", "load_base", "load_tokenizer"]
 
 Quantization = Literal["4bit", "8bit"]
 SLOWER = 1.3
@@ -81,10 +88,9 @@ def load_base(
     try:
         config = AutoConfig.from_pretrained(source, **where)
         check_supported(config, allow_untested=allow_untested)
-        if getattr(config, "attn_logit_softcapping", None) is not None:  # `sdpa` leaves it out, and transformers 5.6 lets it
-            if attn_implementation == "sdpa":
-                raise _without_attention(name, attn_implementation)
+        if getattr(config, "attn_logit_softcapping", None) is not None:
             options["attn_implementation"] = attn_implementation or "eager"
+            check_attention(config, options["attn_implementation"], name)
         if quantization is not None:
             if dtype == "auto":
                 stored = config.dtype or torch.float32
@@ -140,6 +146,12 @@ def _tokenizer(name: str | Path, source: str, where: dict[str, Any]) -> PreTrain
     if "gguf_file" in where and not gives_back(tokenizer):
         raise InputError(f"{str(name)!r}: transformers reads its tokenizer wrongly; take a later one, or the model as a folder")
     return tokenizer
+
+
+def check_attention(config: PreTrainedConfig, attention: str | None, name: str | Path) -> None:
+    """Raise InputError if a base caps the logits of its attention and this backend leaves that out, as `sdpa` does."""
+    if attention == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
+        raise _without_attention(name, attention)
 
 
 def _without_attention(name: str | Path, attention: str | None) -> InputError:

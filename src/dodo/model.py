@@ -94,11 +94,14 @@ class Dodo:
 
         Raises:
             UnsupportedModelError: its architecture can't hold nuggets, or has not been tested and was not allowed.
+            InputError: its attention backend leaves out a part of its arithmetic.
         """
         from dodo.architecture import check_supported
+        from dodo.base import check_attention
 
         check_supported(model.config, allow_untested=allow_untested)
         name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+        check_attention(model.config, model.config._attn_implementation, name)
         return cls(LoadedBase(model.eval(), tokenizer, fingerprint.of_model(model), name), config)
 
     @classmethod
