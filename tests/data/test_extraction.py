@@ -124,11 +124,12 @@ def test_an_archive_that_is_no_word_file_is_refused_as_such():
         (pdf("text", password="secret"), "a.pdf"),
     ],
 )
-def test_damaged_and_locked_files_are_refused_in_one_line(data, name):
+def test_damaged_and_locked_files_are_refused_in_one_line(data, name, caplog):
     with pytest.raises(InputError) as caught:
         extract(data, name)
     assert not isinstance(caught.value, UnsupportedFileError)
     assert "\n" not in str(caught.value)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ HTML, PDF and Word is in the extra `documents`.
 """
 
 import io
+import logging
 import mimetypes
 import zipfile
 from collections.abc import Callable, Iterator
@@ -121,6 +122,7 @@ def _pdf(data: bytes, shown: str) -> str:
     from pypdf import PdfReader
     from pypdf.errors import PyPdfError
 
+    logging.getLogger("pypdf").setLevel(logging.ERROR)  # of what is wrong with a file errors tell, or it is read all the same
     try:
         reader = PdfReader(io.BytesIO(data))
         if reader.is_encrypted and not reader.decrypt(""):
