@@ -48,7 +48,7 @@ def word() -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.md", "A.MARKDOWN", "a.csv", "a.json", "a.unheard-of", "a", ""])
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "A.MARKDOWN", "a.csv", "a.json", "a.ts", "a.unheard-of", "a", ""])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_plain_texts_are_taken_as_they_are(name, encoding):
     assert extract(f"\n{TEXT}\n ".encode(encoding), name) == f"\n{TEXT}\n "
@@ -89,6 +89,7 @@ def test_contents_count_more_than_the_name():
     ("data", "name"),
     [
         (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "a.png"),
+        (b"\xff\xd8\xff\xe0 JFIF", "a.jpg"),
         (b"MZ\x90\0\x03", "a.exe"),
         (b"\0\1\2\3", "a.txt"),
         (b"\0\1\2\3", ""),

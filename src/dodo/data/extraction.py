@@ -93,9 +93,17 @@ def _reader(data: bytes, name: str, shown: str) -> Callable[[bytes, str], str]:
         return _html
     if suffix in (".pdf", ".docx"):
         raise InputError(f"{shown} is damaged: it does not begin as a {suffix[1:]} file does")
-    if data.startswith(b"PK\x03\x04") or suffix in _UNREAD or kind.partition("/")[0] in ("image", "audio", "video", "font"):
+    media = kind.partition("/")[0] in ("image", "audio", "video") and not _is_text(data)  # .ts is a video's, or TypeScript
+    if media or data.startswith(b"PK\x03\x04") or suffix in _UNREAD:
         raise UnsupportedFileError(f"{shown} is not of a kind that text is taken from; give one of {_KINDS}")
     return decode_text
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        return bool(decode_text(data, ""))
+    except InputError:
+        return False
 
 
 @contextmanager
