@@ -71,6 +71,11 @@ def test_of_html_what_a_reader_sees_is_taken(name):
     assert not any(word in text for word in ("alert", "color", "<"))
 
 
+def test_a_page_as_xml_is_read_as_one():
+    page = '<?xml version="1.0" encoding="utf-8"?>\n<!DOCTYPE html><html><body><p>The dodo — 你好.</p></body></html>'
+    assert extract(page.encode(), "a.xhtml") == "The dodo — 你好."
+
+
 def test_pages_of_a_pdf_come_in_order():
     text = extract(pdf("The dodo lived here.", "It could not fly."), "a.pdf")
     assert text.index("The dodo lived here.") < text.index("It could not fly.")

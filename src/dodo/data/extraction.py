@@ -24,7 +24,7 @@ _KINDS = "txt, md, html, pdf, docx"
 _LARGEST_UNPACKED = 256 * 1024**2
 """Bytes of a Word file, unpacked: a few kilobytes can unpack to more than there is memory."""
 
-
+_PAGES = ("text/html", "application/xhtml+xml")
 _UNREAD = (".doc", ".rtf", ".ps")
 """Suffixes of formats that look like text and are not."""
 
@@ -89,7 +89,7 @@ def _reader(data: bytes, name: str, shown: str) -> Callable[[bytes, str], str]:
         return _pdf
     if data.startswith(b"PK\x03\x04") and suffix in ("", ".docx"):
         return _docx
-    if data[:256].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html")) or kind == "text/html":
+    if data[:256].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html")) or kind in _PAGES:
         return _html
     if suffix in (".pdf", ".docx"):
         raise InputError(f"{shown} is damaged: it does not begin as a {suffix[1:]} file does")
