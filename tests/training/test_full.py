@@ -90,7 +90,8 @@ def test_the_language_models_of_table_1_learn_from_the_same_batches() -> None:
     for part in ("", "-more", "-third", "-fourth"):
         seen = []
         names = {f"{kind}{part}": kind for kind in ("autoregressive", "compressive", "full")}
-        names |= {"autoregressive-from-full": "autoregressive"} if part == "-third" else {}  # in that part's place
+        in_its_place = ("autoregressive-from-full", "autoregressive-held") if part == "-third" else ()
+        names |= dict.fromkeys(in_its_place, "autoregressive")
         for name, kind in names.items():
             recipe = load_recipe(RECIPES / f"smollm2-135m-{name}.yaml")
             seen.append([BatchMaker(recipe, text, None)(number) for number in range(6)])

@@ -1,5 +1,6 @@
 """Training of the baseline that averages."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,15 @@ def test_the_loss_is_that_of_every_token_after_the_first(pair) -> None:
         assert loss.tokens == 3 * 23
         assert loss.sum == pytest.approx(float(nats.detach()), rel=1e-4)
         assert float(loss.total.detach()) == pytest.approx(loss.sum / loss.tokens, rel=1e-5)
+
+
+def test_no_more_groups_are_seen_than_are_held(pair) -> None:
+    compressor = stir(pair().compressor)
+    loss = batch_loss(compressor, dataclasses.replace(batch(), nuggets=2), "pooled")
+    logits = Compressive(compressor, ratio=3, window=3, segment=4, max_groups=2).forward(batch().documents)
+    nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch().targets.flatten(), reduction="sum")
+    assert loss.sum == pytest.approx(float(nats.detach()), rel=1e-4)
+    assert abs(loss.sum - batch_loss(compressor, batch(), "pooled").sum) > 1e-3
 
 
 def test_the_gradient_reaches_theta_alone(pair) -> None:

@@ -20,6 +20,7 @@ import yaml
 from dodo.data.batches import Batch, Draw, TextSource
 from dodo.data.shards import Ragged, Shard
 from dodo.errors import DodoWarning, InputError
+from dodo.evaluation.language_models import whole_of
 from dodo.model import Dodo
 from dodo.thresholds import Pace
 from dodo.training import run as run_module
@@ -590,14 +591,17 @@ def test_the_autoregressive_lm_learns_and_is_saved_with_its_thresholds(recipe_fi
     assert dodo.write("the dodo of", dodo.autoregressive(ratio=3, window=4, segment=4), max_new_tokens=2) is not None
 
 
+@pytest.mark.parametrize("nuggets", [None, 2])
 @pytest.mark.parametrize("way", ["scorer", "stride"])
-def test_an_autoregressive_loss_is_that_of_the_parallel_pass_with_one_token_in_r(recipe_file: Path, way: Way) -> None:
+def test_an_autoregressive_loss_is_that_of_the_parallel_pass_with_one_token_in_r(
+    recipe_file: Path, way: Way, nuggets: int | None
+) -> None:
     recipe = load_recipe(recipe_file)
     dodo = Dodo.from_pretrained(recipe.base, config=recipe.config, attn_implementation="sdpa")
     source = TextSource([_words_as_shard()], bos=1, eos=2)
-    batch = source.autoregressive(1, 31, 3.0, np.random.default_rng(0), window=4, segment=5)
+    batch = source.autoregressive(1, 31, 3.0, np.random.default_rng(0), window=4, segment=5, nuggets=nuggets)
     found = batch_loss(dodo.compressor, batch, way)
-    lm = dodo.autoregressive(threshold=0.0, window=4, segment=5)
+    lm = dodo.autoregressive(threshold=0.0, window=4, segment=5, max_states=nuggets and 4 + 5 + dodo.config.keep_first + nuggets)
     if way == "stride":
         kept = torch.arange(31)[None] % 3 == 2
     else:
@@ -608,7 +612,24 @@ def test_an_autoregressive_loss_is_that_of_the_parallel_pass_with_one_token_in_r
     logits = lm.forward(batch.documents, kept=kept)
     wanted = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten())
     torch.testing.assert_close(found.total, wanted, atol=1e-5, rtol=1e-5)
-    assert found.tokens == 31
+    assert (
+        nuggets is None or abs(found.sum - batch_loss(dodo.compressor, dataclasses.replace(batch, nuggets=None), way).sum) > 1e-3
+    )
+
+
+@pytest.mark.parametrize("share", [0.5, 0.875, 0.9375])
+def test_a_share_of_whole_tokens_holds_as_many_nuggets_as_perplexity_is_measured_with(recipe_file: Path, share: float) -> None:
+    made = load_recipe(recipe_file, [*AUTOREGRESSIVE, f"mixture.share={share}"])
+    for states in (64, 128, 256):
+        assert made.mixture.nuggets(whole_of(states, share)) == states - whole_of(states, share)
+    assert made.mixture.nuggets(1) == 1
+    batches = BatchMaker(made, TextSource([_words_as_shard()], bos=1, eos=2), None)
+    for batch in map(batches, range(4)):
+        assert batch.nuggets == made.mixture.nuggets(batch.window)
+    assert load_recipe(recipe_file, AUTOREGRESSIVE).mixture.nuggets(4) is None
+    for wrong in (0, 1, 1.5):
+        with pytest.raises(InputError, match="mixture.share is between 0 and 1"):
+            load_recipe(recipe_file, [*AUTOREGRESSIVE, f"mixture.share={wrong}"])
 
 
 def _words_as_shard() -> Shard:

@@ -36,6 +36,7 @@ class Batch:
     rows: int64 [B'], the document of each decoder row, where one document has several questions; None: one each.
     number: in the run.
     window, segment: of an autoregressive batch, in tokens: see `Autoregressive`.
+    nuggets: of an autoregressive batch, held at most, the latest; None: all.
     divisor: what the sum of its losses is divided by; None: the number of its own tokens with a loss.
     """
 
@@ -50,6 +51,7 @@ class Batch:
     number: int = 0
     window: int = 1
     segment: int = 1
+    nuggets: int | None = None
     divisor: float | None = None
 
     @property
@@ -175,14 +177,22 @@ class TextSource:
         return _full("distillation" if distil else "continuation", ratio, documents, after[:, :-1], after[:, 1:])
 
     def autoregressive(
-        self, count: int, length: int, ratio: float, rng: np.random.Generator, *, window: int, segment: int
+        self,
+        count: int,
+        length: int,
+        ratio: float,
+        rng: np.random.Generator,
+        *,
+        window: int,
+        segment: int,
+        nuggets: int | None = None,
     ) -> Batch:
         """Texts of which every token is predicted, from nuggets and the `window` tokens before its segment. Paper: Eq. 11."""
         text = self.windows(count, min(length + 1 - (self._bos is not None), max(length, self.usual)), rng)
         documents = self._documents(text)
         nothing = documents[:, :0]
         batch = _full("autoregressive", ratio, documents[:, :-1], nothing, documents[:, 1:])
-        return dataclasses.replace(batch, window=window, segment=segment)
+        return dataclasses.replace(batch, window=window, segment=segment, nuggets=nuggets)
 
 
 def _full(objective: Objective, ratio: float, documents: Tensor, decoder: Tensor, targets: Tensor) -> Batch:

@@ -129,13 +129,15 @@ def _read_whole(compressor: Compressor, batch: Batch, adapter: AdapterName | Non
 def _read_on(compressor: Compressor, batch: Batch, way: Way) -> Tensor:
     """States [B, T, D] of the autoregressive LM. Its threshold is estimated anew from the scores of each batch."""
     if way == "pooled":
-        averaging = Compressive(compressor, ratio=round(batch.ratio), window=batch.window, segment=batch.segment)
+        limits: dict[str, Any] = {"window": batch.window, "segment": batch.segment, "max_groups": batch.nuggets}
+        averaging = Compressive(compressor, ratio=round(batch.ratio), **limits)
         return averaging.forward(batch.documents, states=True)
     if way == "whole":
         with compressor.adapters.use(THETA):
             read: Any = backbone(compressor.base)(input_ids=batch.documents, use_cache=False)
         return cast(Tensor, read.last_hidden_state)
-    lm = Autoregressive(compressor, threshold=math.inf, window=batch.window, segment=batch.segment)
+    most = None if batch.nuggets is None else batch.window + batch.segment + compressor.config.keep_first + batch.nuggets
+    lm = Autoregressive(compressor, threshold=math.inf, window=batch.window, segment=batch.segment, max_states=most)
     scores = lm.score(batch.documents)
     if way == "stride":
         kept = every(torch.arange(scores.shape[1], device=scores.device), ratio=batch.ratio).expand(scores.shape)

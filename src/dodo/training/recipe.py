@@ -75,6 +75,9 @@ class Mixture:
     """Tokens of a text that is predicted token by token."""
     window: Draw = Draw(128.0, 128.0, 128.0)
     """tau, recent tokens seen uncompressed, drawn per batch."""
+    share: float | None = None
+    """tau / S: what part of its states a token sees uncompressed, like `--whole` of `dodo evaluate perplexity`; its nuggets are
+    the latest tau (1 - share) / share. None: all of the text's. Paper: half, where it measures (Table 1)."""
     segment: int = 64
     """Tokens that share a splitting index."""
     questions_per_document: int = 2
@@ -101,6 +104,10 @@ class Mixture:
         drawn = {(name == "question" and self.question_ratio) or self.ratio for name in objectives}
         return min(ratio.low for ratio in drawn), max(ratio.high for ratio in drawn)
 
+    def nuggets(self, window: int) -> int | None:
+        """Held at most beside a window of so many tokens."""
+        return None if self.share is None else max(1, round(window * (1 - self.share) / self.share))
+
     def __post_init__(self) -> None:
         weights = [getattr(self, name) for name in typing.get_args(Objective)]
         if min(weights) < 0 or sum(weights) == 0:
@@ -109,6 +116,8 @@ class Mixture:
             raise InputError("mixture.among is of questions, and the mixture has none: give mixture.question a weight")
         if self.segment < 1 or self.window.low < 1:
             raise InputError("mixture: window and segment are at least 1 token")
+        if self.share is not None and not 0 < self.share < 1:
+            raise InputError(f"mixture.share is between 0 and 1, not {self.share:g}")
         for name in ("length", "context", "whole", "among"):
             if (tokens := getattr(self, name)) is not None and tokens.low < 1:
                 raise InputError(f"mixture.{name}: at least 1 token is drawn, not {tokens.low}")

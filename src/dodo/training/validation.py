@@ -6,7 +6,7 @@ Selection of checkpoints goes by this, never by a test set.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -68,7 +68,8 @@ def _of_length(text: TextSource, mixture: Mixture, texts: int, length: int, seed
         made["continuation/"] = text.continuation(texts, length, following, 1.0, rng())
     if mixture.autoregressive:
         window = round(mixture.window.mode)
-        made["autoregressive/"] = text.autoregressive(texts, length, 1.0, rng(), window=window, segment=mixture.segment)
+        limits: dict[str, Any] = {"window": window, "segment": mixture.segment, "nuggets": mixture.nuggets(window)}
+        made["autoregressive/"] = text.autoregressive(texts, length, 1.0, rng(), **limits)
     return made
 
 
