@@ -139,6 +139,35 @@ def test_damaged_and_locked_files_are_refused_in_one_line(data, name, caplog):
 
 
 @pytest.mark.parametrize(
+    ("declared", "encoding"),
+    [
+        ('<meta charset="ISO-8859-1">', "cp1252"),
+        ("<meta http-equiv='Content-Type' content='text/html; charset=windows-1252'>", "cp1252"),
+        ("<META NAME=a CHARSET = latin1 >", "latin-1"),
+        ("<meta charset=iso-8859-15>", "iso-8859-15"),
+        ('<meta charset="utf-8">', "utf-8"),
+        ('<meta charset="iso-8859-1">', "utf-8"),
+        ("", "utf-16"),
+    ],
+)
+def test_a_page_is_read_in_the_encoding_that_it_declares(declared, encoding):
+    text = "The café costs five Euro today." if encoding == "latin-1" else "The café costs five € today."
+    page = f"<html><head>{declared}</head><body>{text}</body></html>"
+    assert extract(page.encode(encoding), "a.html") == text
+
+
+def test_an_xml_page_is_read_in_the_encoding_of_its_declaration():
+    page = '<?xml version="1.0" encoding="shift_jis"?>\n<html><body>ドードー</body></html>'
+    assert extract(page.encode("shift_jis"), "a.xhtml") == "ドードー"
+
+
+@pytest.mark.parametrize("declared", ["utf-8", "no-such", "shift_jis", "hex"])
+def test_a_page_that_is_not_what_it_declares_is_refused(declared):
+    with pytest.raises(InputError, match=f"{declared}.*convert it to UTF-8"):
+        extract(f"<html><meta charset={declared}>".encode() + b"\xff\xe9</html>", "a.html")
+
+
+@pytest.mark.parametrize(
     ("data", "name"), [(b"", "a.txt"), (b"\xef\xbb\xbf", "a.md"), (b"<html></html>", "a"), (pdf(""), "a.pdf")]
 )
 def test_a_file_without_text_is_refused(data, name):

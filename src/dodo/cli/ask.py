@@ -53,7 +53,8 @@ def command(
     loading: Loading,
     as_json: bool,
 ) -> None:
-    """Answer QUESTION about the text in FILE: a nuggets file, or a text ('-' is standard input) that is compressed first.
+    """Answer QUESTION about the text in FILE: a nuggets file, or a text that is compressed first (txt, md, html, pdf,
+    docx; '-' is standard input).
 
     The answer is printed as it comes: 64 tokens at most unless --max-new-tokens says otherwise. --ratio and --nuggets are for
     texts.

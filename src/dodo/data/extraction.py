@@ -4,9 +4,11 @@ A file is known by its contents where these say what it is, otherwise by its nam
 HTML, PDF and Word is in the extra `documents`.
 """
 
+import codecs
 import io
 import logging
 import mimetypes
+import re
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +26,12 @@ _KINDS = "txt, md, html, pdf, docx"
 _LARGEST_UNPACKED = 256 * 1024**2
 """Bytes of a Word file, unpacked: a few kilobytes can unpack to more than there is memory."""
 
+_DECLARED = re.compile(
+    rb"""<meta\b[^>]*?\bcharset\s*=\s*["']?\s*([\w.:-]+)|^\s*<\?xml\b[^>]*?\bencoding\s*=\s*["']([\w.:-]+)""", re.IGNORECASE
+)
+_DECLARED_WITHIN = 1024
+"""Bytes at a page's beginning in which it may say its encoding, as browsers look for it."""
+
 _PAGES = ("text/html", "application/xhtml+xml")
 _UNREAD = (".doc", ".rtf", ".ps")
 """Suffixes of formats that look like text and are not."""
@@ -39,7 +47,7 @@ def extract(data: bytes, name: str, shown: str | None = None) -> str:
 
     Raises:
         UnsupportedFileError: of another kind.
-        InputError: empty, damaged, locked, neither UTF-8 nor marked as UTF-16, or without any text.
+        InputError: empty, damaged, locked, without any text, or neither UTF-8 nor marked as UTF-16 (and, a page, not as it says).
         DodoError: a package that reads its kind is not installed.
     """
     shown = (repr(PurePath(name).name[:80]) if name else "the file") if shown is None else shown
@@ -119,11 +127,29 @@ def _html(data: bytes, shown: str) -> str:
     from lxml.etree import LxmlError
 
     try:
-        return get_text(decode_text(data, shown))
+        return get_text(_page(data, shown))
     except (LxmlError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"the HTML file {shown} can't be read: {error}") from None
+
+
+def _page(data: bytes, shown: str) -> str:
+    """UTF-8 or marked UTF-16, whatever the page declares; otherwise in the encoding that it declares."""
+    try:
+        return decode_text(data, shown)
+    except UnsupportedFileError:
+        raise
+    except InputError:
+        declared = _DECLARED.search(data[:_DECLARED_WITHIN])
+        if declared is None:
+            raise
+        name = (declared[1] or declared[2]).decode("ascii", "replace")
+        try:
+            codec = codecs.lookup(name).name
+            return data.decode("cp1252" if codec in ("iso8859-1", "ascii") else codec)  # as browsers read these two
+        except (LookupError, UnicodeError):
+            raise InputError(f"{shown} says that it is {name}, and can't be read so; convert it to UTF-8") from None
 
 
 def _pdf(data: bytes, shown: str) -> str:
