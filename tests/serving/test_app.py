@@ -347,6 +347,7 @@ UNKNOWN = "ctx_" + "a" * 22
         ("POST", "/v1/contexts", {}, 422, "text"),
         ("POST", "/v1/contexts", {"text": 1}, 422, "text"),
         ("POST", "/v1/contexts", {"text": "a", "ratio": 0.5}, 422, "ratio"),
+        ("POST", "/v1/contexts", {"text": "a", "ratio": True}, 422, "ratio"),
         ("POST", "/v1/contexts", {"text": "a", "ratio": 2, "nuggets": 2}, 422, None),
         ("POST", "/v1/contexts", {"text": "a", "colour": 1}, 422, "colour"),
         ("POST", CHATS, {**CHAT, "model": "gpt-4"}, 404, "model"),
@@ -364,6 +365,7 @@ UNKNOWN = "ctx_" + "a" * 22
         ("POST", TEXTS, {**COMPLETION, "prompt": [999_999]}, 400, None),
         ("POST", TEXTS, {**COMPLETION, "prompt": "long " * 1000}, 400, None),
         ("POST", TEXTS, {**COMPLETION, "echo": True}, 422, "echo"),
+        ("POST", TEXTS, {**COMPLETION, "logprobs": True}, 422, "logprobs"),
     ],
 )
 def test_bad_input_is_refused_with_its_status_and_field(method, path, body, status, param, client):

@@ -3,9 +3,9 @@
 Fields that OpenAI has and this server has not are refused by name; so are unknown ones.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from dodo.config import Use
 from dodo.serving.store import Context
@@ -42,6 +42,18 @@ class _Asked(BaseModel):
         if not isinstance(data, dict):
             return data
         return {name: value for name, value in data.items() if value is not None or name in cls.model_fields}
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_flag(cls, value: Any, info: ValidationInfo) -> Any:
+        """True is no 1: who says it of a number means something else, such as the `logprobs` of chats."""
+        if isinstance(value, bool) and not _takes_flags(cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError(f"should not be {str(value).lower()}")
+        return value
+
+
+def _takes_flags(annotation: Any) -> bool:
+    return annotation is bool or isinstance(annotation, bool) or any(map(_takes_flags, get_args(annotation)))
 
 
 class DocumentRequest(_Asked):
