@@ -630,6 +630,8 @@ def test_a_share_of_whole_tokens_holds_as_many_nuggets_as_perplexity_is_measured
     for wrong in (0, 1, 1.5):
         with pytest.raises(InputError, match="mixture.share is between 0 and 1"):
             load_recipe(recipe_file, [*AUTOREGRESSIVE, f"mixture.share={wrong}"])
+    with pytest.raises(InputError, match="give mixture.autoregressive a weight"):
+        load_recipe(recipe_file, ["mixture.share=0.5"])
 
 
 def _words_as_shard() -> Shard:

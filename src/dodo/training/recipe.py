@@ -118,6 +118,8 @@ class Mixture:
             raise InputError("mixture: window and segment are at least 1 token")
         if self.share is not None and not 0 < self.share < 1:
             raise InputError(f"mixture.share is between 0 and 1, not {self.share:g}")
+        if self.share is not None and not self.autoregressive:
+            raise InputError("mixture.share is of an autoregressive LM: give mixture.autoregressive a weight")
         for name in ("length", "context", "whole", "among"):
             if (tokens := getattr(self, name)) is not None and tokens.low < 1:
                 raise InputError(f"mixture.{name}: at least 1 token is drawn, not {tokens.low}")
