@@ -4,7 +4,7 @@ Paper: Sections 4 and 6 (which objectives at what lengths); the mixture and the 
 """
 
 import dataclasses
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -70,8 +70,8 @@ class BatchMaker:
                 batch = self.text.recall(count, length, ratio, rng)
             elif objective == "autoregressive":
                 window = round(draw_skewed(mixture.window, rng))
-                limits: dict[str, Any] = {"window": window, "segment": mixture.segment, "nuggets": mixture.nuggets(window)}
-                batch = self.text.autoregressive(count, length, ratio, rng, **limits)
+                held, segment = mixture.nuggets(window), mixture.segment
+                batch = self.text.autoregressive(count, length, ratio, rng, window=window, segment=segment, nuggets=held)
             else:
                 following = max(2, min(mixture.following, length // 2))
                 length = min(length, self.text.usual - following)

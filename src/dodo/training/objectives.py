@@ -129,8 +129,8 @@ def _read_whole(compressor: Compressor, batch: Batch, adapter: AdapterName | Non
 def _read_on(compressor: Compressor, batch: Batch, way: Way) -> Tensor:
     """States [B, T, D] of the autoregressive LM. Its threshold is estimated anew from the scores of each batch."""
     if way == "pooled":
-        limits: dict[str, Any] = {"window": batch.window, "segment": batch.segment, "max_groups": batch.nuggets}
-        averaging = Compressive(compressor, ratio=round(batch.ratio), **limits)
+        r = round(batch.ratio)
+        averaging = Compressive(compressor, r, window=batch.window, segment=batch.segment, max_groups=batch.nuggets)
         return averaging.forward(batch.documents, states=True)
     if way == "whole":
         with compressor.adapters.use(THETA):

@@ -6,7 +6,7 @@ Selection of checkpoints goes by this, never by a test set.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import torch
@@ -68,8 +68,8 @@ def _of_length(text: TextSource, mixture: Mixture, texts: int, length: int, seed
         made["continuation/"] = text.continuation(texts, length, following, 1.0, rng())
     if mixture.autoregressive:
         window = round(mixture.window.mode)
-        limits: dict[str, Any] = {"window": window, "segment": mixture.segment, "nuggets": mixture.nuggets(window)}
-        made["autoregressive/"] = text.autoregressive(texts, length, 1.0, rng(), **limits)
+        held, segment = mixture.nuggets(window), mixture.segment
+        made["autoregressive/"] = text.autoregressive(texts, length, 1.0, rng(), window=window, segment=segment, nuggets=held)
     return made
 
 
