@@ -34,6 +34,15 @@ def test_what_fails_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> No
         write_whole(tmp_path / "none" / "some.txt", "lost")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes in folders")
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="no ordinary file"):
+        write_whole(pipe, "text")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no modes")
 def test_a_file_is_for_all_to_read_whatever_its_name(tmp_path: Path) -> None:
     before = os.umask(0o022)

@@ -18,6 +18,7 @@ __all__ = [
     "UnsupportedFileError",
     "UnsupportedModelError",
     "WindowError",
+    "first_line",
     "is_out_of_memory",
 ]
 
@@ -80,6 +81,11 @@ class UnsupportedFileError(InputError):
 
 class DodoWarning(UserWarning):
     """Something works but is probably not what was meant."""
+
+
+def first_line(error: Exception) -> str:
+    """Of what an error says, or of its name where it says nothing."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

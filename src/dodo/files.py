@@ -1,5 +1,6 @@
 """Files that take the place of others, whole, as others may read them; and how a nuggets file is told from a text."""
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -42,8 +43,11 @@ def replacing(path: Path) -> Iterator[Path]:
     end has its file there. It is called after the other as far as names may be long.
 
     Raises:
-        OSError: it could not be written. What stood there is unchanged, as it is when the block fails in any other way.
+        OSError: it could not be written, or is a device or the like. What stood there is unchanged, as it
+            is when the block fails in any other way.
     """
+    if path.exists() and not path.is_file():  # a device would be gone
+        raise OSError(errno.EINVAL, "is there already, and no ordinary file", str(path))
     name = path.name if len(os.fsencode(path.name)) <= 200 else path.name[:40]
     handle, made = tempfile.mkstemp(dir=path.parent, prefix=f".{name}.", suffix=".part")
     part = Path(made)

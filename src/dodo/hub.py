@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dodo.config import CONFIG_FILE
-from dodo.errors import InputError
+from dodo.errors import InputError, first_line
 from dodo.thresholds import THRESHOLDS_FILE
 
 __all__ = ["find_adapters", "is_hub_id", "upload"]
@@ -56,11 +56,11 @@ def find_adapters(name: str, revision: str | None = None) -> Path | None:
     except RevisionNotFoundError:
         reason = f"it has no revision {revision!r}"
     except HfHubHTTPError as error:
-        reason = _first_line(error)
+        reason = first_line(error)
     except HFValidationError:
         reason = "that is no name of a repository"
     except Exception as error:  # of the HTTP client or a proxy: they have no base in common
-        reason = _first_line(error)
+        reason = first_line(error)
     raise InputError(f"{name!r} is no local folder, and could not be loaded from the hub: {reason}") from None
 
 
@@ -80,8 +80,4 @@ def upload(folder: Path, repo_id: str, *, private: bool, token: str | None) -> s
         api.create_repo(repo_id, private=private, exist_ok=True)
         return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload Dodo adapters"))
     except Exception as error:  # of the hub, its HTTP client, or the network: they have no base in common
-        raise InputError(f"could not upload to {repo_id!r}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]
+        raise InputError(f"could not upload to {repo_id!r}: {first_line(error)}") from error

@@ -59,6 +59,12 @@ def test_standard_input_is_a_text(run, document, models):
     assert piped["answer"] == answered(run, document, QUESTION, "--ratio", "2", "--model", models.base)["answer"]
 
 
+def test_nuggets_on_standard_input_are_asked_for_by_their_name(run, nuggets, models):
+    result = run("ask", "-", QUESTION, "--model", models.base, stdin=nuggets.read_bytes())
+    assert result.exit_code == 1
+    assert result.stderr == "error: standard input is a nuggets file; give its name instead of '-'\n"
+
+
 def test_nuggets_are_known_by_their_content_and_not_by_their_suffix(run, nuggets, models, tmp_path):
     renamed = tmp_path / "report.txt"
     shutil.copy(nuggets, renamed)

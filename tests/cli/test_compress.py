@@ -253,7 +253,7 @@ def test_model_that_does_not_exist_is_a_usage_error(run, document, tmp_path):
     assert f"--model {tmp_path / 'nothing' / 'here'}" in result.stderr
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta", "hpu", "xpu"])
 def test_device_that_does_not_exist_is_a_usage_error(device, run, document, models):
     result = run("compress", document, "--model", models.base, "--device", device)
     assert result.exit_code == 2

@@ -9,6 +9,7 @@ import warnings
 from importlib.util import find_spec
 
 import pytest
+from safetensors import SafetensorError
 
 from dodo import __version__
 from dodo.cli import VERBS, terminal
@@ -140,6 +141,27 @@ def test_a_shard_is_not_replaced_unasked(run, tmp_path, models):
     assert (refused.exit_code, out.stat().st_mtime_ns) == (2, before.st_mtime_ns)
     assert "--force" in refused.stderr
     assert run(*command, "--force").exit_code == 0
+
+
+def test_where_a_shard_can_not_go_is_said_before_anything_is_read(run, tmp_path, models):
+    (tmp_path / "file").write_text("x")
+    refused = run("prepare-data", tmp_path / "nothing.jsonl", "-o", tmp_path / "file" / "o.safetensors", "--model", models.base)
+    assert refused.exit_code == 2
+    assert "--out" in refused.stderr
+    assert "could not make its folder" in refused.stderr
+
+
+def test_a_full_disk_is_one_clear_error(run, tmp_path, models, monkeypatch):
+    def full(*args, **kwargs):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("dodo.data.shards.save_file", full)
+    (tmp_path / "a.jsonl").write_text('{"text": "the dodo was a bird of the island"}\n')
+    result = run("prepare-data", tmp_path / "a.jsonl", "-o", tmp_path / "o.safetensors", "--model", models.base, "--minimum", "1")
+    assert result.exit_code == 1
+    assert "could not write" in result.stderr
+    assert "No space left on device" in result.stderr
+    assert not (tmp_path / "o.safetensors").exists()
 
 
 def test_data_is_prepared_by_a_bases_tokenizer_without_its_weights(run, tmp_path, models):

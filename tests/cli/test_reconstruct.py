@@ -61,6 +61,9 @@ def test_texts_near_the_windows_end_are_answered_with_as_much_as_there_is_room_f
     clipped = run(verb[0], *flags)
     report, room = json.loads(clipped.stdout), "the base's window has room for"
     assert (room in clipped.stderr) == (report["max_new_tokens"] < (64 if verb[1:] else report["n"] + 1))
+    assert ("put at compact ones" in clipped.stderr) == (scheme != report["positions"])
+    assert scheme == report["positions"] or (scheme, report["positions"]) == ("original", "compact")
+    assert verb[1:] or report["positions"] == "compact"  # the text stands twice in the window, and has no room for that
     whole = run(verb[0], path, *flags[1:], "--ratio", "1")  # no room for the text beside its own tokens
     assert (f"{room} {json.loads(whole.stdout)['max_new_tokens']:,} of" in whole.stderr) == (not verb[1:])
     result = run(verb[0], *flags, "--max-new-tokens", "500")

@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import save_file
 
 from dodo.data.batches import Draw, QuestionSource, TextSource, draw_skewed
-from dodo.data.reading import permits_commercial_use, read_each, read_records, resolve
+from dodo.data.reading import permits_commercial_use, read_each, read_records, read_texts, resolve
 from dodo.data.shards import Ragged, Shard, prepare, read_shard
 from dodo.errors import InputError
 from tests.standins.models import byte_tokenizer
@@ -39,6 +39,28 @@ def test_parquet_and_text_are_read(tmp_path):
     (tmp_path / "one.txt").write_text("a text", encoding="utf-8")
     assert list(read_records(str(tmp_path / "data.parquet"))) == ROWS
     assert next(read_records(str(tmp_path / "one.txt")))["text"] == "a text"
+
+
+def test_strings_that_are_no_text_are_one_clear_error(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    bad = pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, *map(pyarrow.py_buffer, (b"\0\0\0\0\2\0\0\0", b"\xff\xfe"))])
+    parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "data.parquet")
+    with pytest.raises(InputError, match=r"data\.parquet .*damaged"):
+        list(read_texts([str(tmp_path / "data.parquet")]))
+    (tmp_path / "half.jsonl").write_text('{"text": "whole"}\n{"text": "half \\ud800"}\n', encoding="utf-8")
+    with pytest.raises(InputError, match=r"half\.jsonl, record 2: .*half a character"):
+        list(read_texts([str(tmp_path / "half.jsonl")]))
+
+
+def test_a_hub_that_says_nothing_is_one_clear_error(monkeypatch):
+    def silent(*args, **kwargs):
+        raise TimeoutError
+
+    monkeypatch.setattr("datasets.load_dataset", silent)
+    with pytest.raises(InputError, match=r"hf:a/b can't be read: TimeoutError"):
+        list(read_records("hf:a/b"))
 
 
 def test_a_dataset_is_streamed_by_its_name_and_split(tmp_path):

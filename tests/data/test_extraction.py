@@ -161,7 +161,72 @@ def test_an_xml_page_is_read_in_the_encoding_of_its_declaration():
     assert extract(page.encode("shift_jis"), "a.xhtml") == "ドードー"
 
 
-@pytest.mark.parametrize("declared", ["utf-8", "no-such", "shift_jis", "hex"])
+@pytest.mark.parametrize(("declared", "text"), [("gb2312", "镕"), ("shift_jis", "①"), ("euc-kr", "펲")])
+def test_an_encoding_is_read_as_browsers_read_it(declared, text):
+    """With characters that the encoding of this name has not, and pages that name it have."""
+    codec = {"gb2312": "gb18030", "shift_jis": "cp932", "euc-kr": "cp949"}[declared]
+    with pytest.raises(UnicodeDecodeError):
+        text.encode(codec).decode(declared)
+    assert extract(f"<html><meta charset={declared}><p>{text}</html>".encode(codec), "a.html") == text
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<html><body><p>first</p>" + "<font>x" * 300 + "<p>the rest</p></body></html>",
+        "<html><body>" + "<div>" * 400 + "deep" + "</div>" * 400 + "<p>the rest</p></body></html>",
+        "<html><body><p>first</p><pre>" + "a line of text\n" * 800_000 + "</pre><p>the rest</p></body></html>",
+    ],
+    ids=["unclosed", "deep", "large"],
+)
+def test_of_a_page_nothing_is_left_out(page):
+    assert extract(page.encode(), "a.html").endswith("the rest")
+
+
+def test_a_page_nested_beyond_reading_is_refused():
+    with pytest.raises(InputError, match="can't be read"):
+        extract(("<html><body>" + "<div>x" * 20_000 + "<p>the rest").encode(), "a.html")
+
+
+@pytest.mark.parametrize(
+    "before", ['<?xml version="1.0"?>\n', "<!-- saved from url -->\n", "<?xml version='1.0'?><!-- a --> <!-- b -->"]
+)
+def test_a_page_without_a_name_is_known_by_its_beginning(before):
+    assert extract(f"{before}<!DOCTYPE html><html><p>The dodo.</p></html>".encode(), "") == "The dodo."
+    assert extract(f"{before}A text of <html>.".encode(), "") == f"{before}A text of <html>."
+
+
+@pytest.mark.parametrize("encoding", ["utf-32", "utf-16"])
+def test_byte_order_marks_are_told_apart(encoding):
+    assert extract("a dodo".encode(encoding), "a.txt") == "a dodo"
+
+
+WRAPPED = """<w:document {w}><w:body>
+  <w:sdt><w:sdtPr/><w:sdtContent><w:p><w:r><w:t>Block.</w:t></w:r></w:p></w:sdtContent></w:sdt>
+  <w:p><w:r><w:t xml:space="preserve">Kept, </w:t></w:r>
+    <w:ins w:id="1" w:author="a"><w:r><w:t xml:space="preserve">inserted, </w:t></w:r></w:ins>
+    <w:del w:id="2" w:author="a"><w:r><w:delText>deleted</w:delText><w:t>deleted</w:t></w:r></w:del>
+    <w:sdt><w:sdtContent><w:r><w:t xml:space="preserve">controlled, </w:t></w:r></w:sdtContent></w:sdt>
+    <w:fldSimple w:instr="PAGE"><w:smartTag><w:r><w:t>marked.</w:t></w:r></w:smartTag></w:fldSimple></w:p>
+  <w:tbl><w:tblPr/><w:tblGrid><w:gridCol/><w:gridCol/></w:tblGrid><w:tr><w:tc><w:p><w:r><w:t>A</w:t></w:r></w:p></w:tc>
+    <w:sdt><w:sdtContent><w:tc><w:p><w:r><w:t>B</w:t></w:r></w:p></w:tc></w:sdtContent></w:sdt></w:tr></w:tbl>
+</w:body></w:document>"""
+
+
+def test_of_a_word_document_what_is_wrapped_comes_too():
+    from docx.oxml import parse_xml
+    from docx.oxml.ns import nsdecls
+
+    document = docx.Document()
+    body = document.element.body
+    for part in list(parse_xml(WRAPPED.format(w=nsdecls("w"))).body)[::-1]:
+        body.insert(0, part)
+    file = io.BytesIO()
+    document.save(file)
+    assert extract(file.getvalue(), "a.docx") == "Block.\nKept, inserted, controlled, marked.\nA\tB"
+
+
+@pytest.mark.parametrize("declared", ["utf-8", "no-such", "shift_jis", "hex", "utf-16", "unicode_escape"])
 def test_a_page_that_is_not_what_it_declares_is_refused(declared):
     with pytest.raises(InputError, match=f"{declared}.*convert it to UTF-8"):
         extract(f"<html><meta charset={declared}>".encode() + b"\xff\xe9</html>", "a.html")
@@ -212,6 +277,8 @@ def test_halves_of_characters_in_a_file_are_joined_or_marked(monkeypatch):
     ("data", "name", "package"), [(pdf("a"), "a.pdf", "pypdf"), (word(), "a.docx", "docx"), (b"<html>a", "a.html", "inscriptis")]
 )
 def test_what_reads_a_kind_is_named_where_it_is_missing(data, name, package, monkeypatch):
+    for loaded in [name for name in sys.modules if name.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(DodoError, match=rf"'{name}': reading it needs {package}.*dodo-lm\[documents\]"):
         extract(data, name)

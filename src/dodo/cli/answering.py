@@ -65,7 +65,10 @@ def run(
     pieces = []
     ids = prompt(dodo)
     wanted = most(dodo, made)
+    held = made
     made, new = fitted(dodo, made, 1 if ids is None else len(ids), asked, wanted)
+    if made.scheme != held.scheme:
+        note("the base's window has no room at the text's own positions: the nuggets are put at compact ones")
     if asked is None and new < wanted:
         note(f"the base's window has room for {new:,} of {wanted:,} tokens: what would come behind them is cut off")
     ends = {} if ids is None or not dodo.answer_ends else {"eos_token_id": dodo.answer_ends}
@@ -95,6 +98,7 @@ def run(
                 "states": int(made.states),
                 "ratio_achieved": made.achieved_ratio,
                 "compressed_for": made.use,
+                "positions": made.scheme,
                 "max_new_tokens": new,
                 "seed": sampling.seed,
                 "seconds": {what: round(value, 4) for what, value in seconds.items()},

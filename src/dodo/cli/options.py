@@ -309,9 +309,11 @@ def check_device(device: str) -> None:
         kind = torch.device(device)
     except RuntimeError:
         raise click.UsageError(f"--device {device}: there is no such device; use cpu, cuda, cuda:1 or mps") from None
-    known: dict[str, Callable[[], bool]] = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-    there = known.get(kind.type)
-    if there is not None and not there():
+    try:
+        there = kind.type != "meta" and torch.empty(1, device=kind.type).device.type == kind.type
+    except (RuntimeError, NotImplementedError, AssertionError, ImportError):  # backends each have their own
+        there = False
+    if not there:
         raise click.UsageError(f"--device {device}: this machine has none that torch can use; use --device cpu")
     if kind.type == "cuda" and kind.index is not None and kind.index >= torch.cuda.device_count():
         raise click.UsageError(f"--device {device}: this machine has {torch.cuda.device_count()}, counted from cuda:0")

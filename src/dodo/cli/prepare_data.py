@@ -57,8 +57,11 @@ def command(
     """Read SOURCES (JSONL, JSONL.xz, text, parquet, 'hf:' ids), tokenise them, and write one shard."""
     if out.suffix != ".safetensors":
         raise click.UsageError(f"--out {out}: a shard's name must end in .safetensors")
-    if out.exists():
-        check_output(out, flag="--out", force=force)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.UsageError(f"--out {out}: could not make its folder: {error.strerror or error}") from None
+    check_output(out, flag="--out", force=force)
     from dodo.base import load_tokenizer
     from dodo.data.shards import prepare
 

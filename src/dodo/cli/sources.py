@@ -41,6 +41,8 @@ def read_source(name: str) -> Source:
         InputError: neither nuggets nor a file that text is taken from; see `extract`.
     """
     data = _read(name)
+    if name == "-" and is_safetensors(data):
+        raise InputError("standard input is a nuggets file; give its name instead of '-'")
     if name != "-":
         if is_safetensors(data):
             return Path(name)

@@ -29,10 +29,32 @@ _LARGEST_UNPACKED = 256 * 1024**2
 _DECLARED = re.compile(
     rb"""<meta\b[^>]*?\bcharset\s*=\s*["']?\s*([\w.:-]+)|^\s*<\?xml\b[^>]*?\bencoding\s*=\s*["']([\w.:-]+)""", re.IGNORECASE
 )
-_DECLARED_WITHIN = 1024
-"""Bytes at a page's beginning in which it may say its encoding, as browsers look for it."""
+_BEGINNING = 1024
+"""Bytes in which a page says that it is one, and may say its encoding, as browsers look for it."""
+_AS_BROWSERS = {
+    "iso8859-1": "cp1252",
+    "ascii": "cp1252",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "shift_jis": "cp932",
+    "euc_kr": "cp949",
+}
+"""What browsers take for an encoding: one that has more characters."""
+_NO_DECLARATION = ("utf-16", "utf-32", "utf-7", "unicode", "raw-unicode", "idna", "punycode")
+"""Beginnings of names: what is read as ASCII can't declare the first two, and no page is in the others."""
+_XML_DECLARATION = re.compile(r"^<\?xml [^>]*\?>")
+_PAGE = re.compile(
+    rb"^(?:\xef\xbb\xbf)?(?>\s|<\?xml\b[^>]*\?>|<!--.*?-->)*+<(?:!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL
+)
 
 _PAGES = ("text/html", "application/xhtml+xml")
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+"""Byte order marks; that of UTF-32 begins as that of UTF-16 does."""
 _UNREAD = (".doc", ".rtf", ".ps")
 """Suffixes of formats that look like text and are not."""
 
@@ -47,7 +69,7 @@ def extract(data: bytes, name: str, shown: str | None = None) -> str:
 
     Raises:
         UnsupportedFileError: of another kind.
-        InputError: empty, damaged, locked, without any text, or neither UTF-8 nor marked as UTF-16 (and, a page, not as it says).
+        InputError: empty, damaged, locked, without text, or neither UTF-8 nor marked UTF-16 or -32 (and a page not as it says).
         DodoError: a package that reads its kind is not installed.
     """
     shown = (repr(PurePath(name).name[:80]) if name else "the file") if shown is None else shown
@@ -65,24 +87,24 @@ def decode_text(data: bytes, shown: str) -> str:
     """The text of a file's bytes, without a byte order mark.
 
     Args:
-        data: UTF-8, or UTF-16 with a byte order mark.
+        data: UTF-8, or UTF-16 or UTF-32 with a byte order mark.
         shown: what the file is called.
 
     Raises:
         UnsupportedFileError: binary.
         InputError: text in another encoding, or empty.
     """
-    utf16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
-    if not utf16 and (offset := data.find(b"\0")) >= 0:
+    encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8-sig")
+    if encoding == "utf-8-sig" and (offset := data.find(b"\0")) >= 0:
         raise UnsupportedFileError(
             f"{shown} is binary, not text: byte 0x00 at byte offset {offset}; give a text, or a file of one of {_KINDS}"
         )
     try:
-        text = data.decode("utf-16" if utf16 else "utf-8-sig")
+        text = data.decode(encoding)
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{shown} is not {'UTF-16' if utf16 else 'UTF-8'} text: byte 0x{data[error.start]:02x} at byte offset {error.start}; "
-            "convert it (for instance iconv -f LATIN1 -t UTF-8) or give another file"
+            f"{shown} is not {encoding.removesuffix('-sig').upper()} text: byte 0x{data[error.start]:02x} at byte offset "
+            f"{error.start}; convert it (for instance iconv -f LATIN1 -t UTF-8) or give another file"
         ) from None
     if not text:
         raise InputError(f"{shown} is empty{' but for a byte order mark' if data else ''}: there is no text to read")
@@ -97,7 +119,7 @@ def _reader(data: bytes, name: str, shown: str) -> Callable[[bytes, str], str]:
         return _pdf
     if data.startswith(b"PK\x03\x04") and suffix in ("", ".docx"):
         return _docx
-    if data[:256].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html")) or kind in _PAGES:
+    if _PAGE.match(data[:_BEGINNING]) or kind in _PAGES:
         return _html
     if suffix in (".pdf", ".docx"):
         raise InputError(f"{shown} is damaged: it does not begin as a {suffix[1:]} file does")
@@ -123,33 +145,40 @@ def _installed(shown: str) -> Iterator[None]:
 
 
 def _html(data: bytes, shown: str) -> str:
-    from inscriptis import get_text
-    from lxml.etree import LxmlError
+    from inscriptis.html_engine import Inscriptis
+    from lxml import etree, html
 
+    page = _XML_DECLARATION.sub("", _page(data, shown).strip())
+    parser = html.HTMLParser(huge_tree=True)  # or what lies deep, and all behind it, would be left out without a word
     try:
-        return get_text(_page(data, shown))
-    except (LxmlError, ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
+        text: str = Inscriptis(html.document_fromstring(page, parser=parser)).get_text()
+    except etree.ParserError:  # nothing in it
+        return ""
+    except (etree.LxmlError, ValueError, RecursionError) as error:
         raise InputError(f"the HTML file {shown} can't be read: {error}") from None
+    if any(entry.level_name == "FATAL" for entry in parser.error_log):
+        raise InputError(f"the HTML file {shown} can't be read whole: {parser.error_log.last_error.message}")
+    return text
 
 
 def _page(data: bytes, shown: str) -> str:
-    """UTF-8 or marked UTF-16, whatever the page declares; otherwise in the encoding that it declares."""
+    """UTF-8, or marked, whatever the page declares; otherwise in the encoding that it declares."""
     try:
         return decode_text(data, shown)
     except UnsupportedFileError:
         raise
     except InputError:
-        declared = _DECLARED.search(data[:_DECLARED_WITHIN])
+        declared = _DECLARED.search(data[:_BEGINNING])
         if declared is None:
             raise
         name = (declared[1] or declared[2]).decode("ascii", "replace")
         try:
             codec = codecs.lookup(name).name
-            return data.decode("cp1252" if codec in ("iso8859-1", "ascii") else codec)  # as browsers read these two
+            if not codec.startswith(_NO_DECLARATION):
+                return data.decode(_AS_BROWSERS.get(codec, codec))
         except (LookupError, UnicodeError):
-            raise InputError(f"{shown} says that it is {name}, and can't be read so; convert it to UTF-8") from None
+            pass
+        raise InputError(f"{shown} says that it is {name}, and can't be read so; convert it to UTF-8") from None
 
 
 def _pdf(data: bytes, shown: str) -> str:
@@ -179,11 +208,30 @@ def _docx(data: bytes, shown: str) -> str:
                 raise UnsupportedFileError(f"{shown} is an archive, not a Word document; give one of {_KINDS}")
             if sum(part.file_size for part in archive.infolist()) > _LARGEST_UNPACKED:
                 raise InputError(f"the Word file {shown} unpacks to too much; give its text instead")
-        return "\n".join(_lines(Document(io.BytesIO(data))))
+        document = Document(io.BytesIO(data))
+        _unwrap(document.element.body)
+        return "\n".join(_lines(document))
     except InputError:
         raise
     except Exception as error:  # zipfile, lxml and python-docx each have their own
         raise InputError(f"the Word file {shown} is damaged: {error!r}") from None
+
+
+def _unwrap(body: Any) -> None:
+    """Leave of a Word document's body what a reader sees with all changes accepted, as plain runs, paragraphs and cells.
+
+    Insertions, content controls, fields and smart tags give way to what is in them.
+    """
+    from docx.oxml.ns import qn
+
+    for gone in list(body.iter(*map(qn, ("w:del", "w:moveFrom")))):
+        gone.getparent().remove(gone)
+    for wrapper in list(body.iter(*map(qn, ("w:ins", "w:moveTo", "w:sdt", "w:fldSimple", "w:smartTag", "w:customXml")))):
+        content = wrapper.find(qn("w:sdtContent")) if wrapper.tag == qn("w:sdt") else wrapper
+        parent = wrapper.getparent()
+        for part in [] if content is None else list(content):
+            wrapper.addprevious(part)
+        parent.remove(wrapper)
 
 
 def _lines(within: Any) -> Iterator[str]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from dodo.data.extraction import SUFFIXES, extract
-from dodo.errors import InputError
+from dodo.errors import InputError, first_line
+from dodo.prompts import check_whole
 
 __all__ = [
     "NON_COMMERCIAL",
@@ -148,6 +149,7 @@ def text_field(record: Record, name: str = "text") -> str:
         raise InputError(f"a record's field {name!r} is {'null' if value is None else type(value).__name__}, not text")
     if not isinstance(value, str):
         raise InputError(f"a record has no text field {name!r}; its fields are {', '.join(sorted(record)) or 'none'}")
+    check_whole(value, f"a record's field {name!r}")
     return value
 
 
@@ -236,8 +238,8 @@ def _read_parquet(path: Path, fields: Sequence[str] | None) -> Iterator[Record]:
         columns = list(fields) if fields is not None and set(fields) <= set(file.schema_arrow.names) else None
         for batch in file.iter_batches(batch_size=256, columns=columns):
             yield from batch.to_pylist()
-    except (ArrowException, OSError, OverflowError) as error:  # the last: a date beyond Python's
-        raise InputError(f"{path} is no parquet file, or is damaged: {str(error).splitlines()[0]}") from None
+    except (ArrowException, OSError, OverflowError, ValueError) as error:  # dates beyond Python's, strings that are no UTF-8
+        raise InputError(f"{path} is no parquet file, or is damaged: {first_line(error)}") from None
 
 
 def _read_hub(name: str) -> Iterator[Record]:
@@ -250,4 +252,4 @@ def _read_hub(name: str) -> Iterator[Record]:
     try:
         yield from load_dataset(identifier, config or None, split=split or "train", streaming=True)
     except (OSError, ValueError) as error:  # datasets' and the hub's own are among them
-        raise InputError(f"hf:{name} can't be read: {str(error).strip().splitlines()[0]}") from None
+        raise InputError(f"hf:{name} can't be read: {first_line(error)}") from None

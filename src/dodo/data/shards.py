@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from dodo.data.reading import Record, answers_field, naming, permits_commercial_use, read_all, text_field
-from dodo.errors import InputError
+from dodo.errors import InputError, first_line
 from dodo.files import replacing
 from dodo.fingerprint import of_tokenizer
 from dodo.prompts import SUMMARY, question_prompt, request_prompt
@@ -282,6 +282,9 @@ def _write(shard: Shard, out: Path, tokenizer: PreTrainedTokenizerBase, sources:
             arrays |= {name: rows.flat, f"{name}.offsets": rows.offsets}
     arrays |= {name: getattr(shard, name) for name in ("owner", "groups") if getattr(shard, name) is not None}
     about = {"version": VERSION, "kind": shard.kind, "tokenizer": of_tokenizer(tokenizer), "sources": list(sources)}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out) as part:  # processes that start together prepare the same
-        save_file(arrays, part, metadata={"dodo_shard": json.dumps(about)})
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(out) as part:  # processes that start together prepare the same
+            save_file(arrays, part, metadata={"dodo_shard": json.dumps(about)})
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"could not write {out}: {first_line(error)}; nothing was changed") from None
